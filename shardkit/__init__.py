@@ -1,0 +1,40 @@
+"""shardkit: the same PyTorch training run, unchanged, on any sharding backend, and proven equal."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0.dev0"
+
+# Imported on first use, so that `import shardkit` costs nothing and does not import torch.
+_PUBLIC = {
+    "Engine": "shardkit.engines.api",
+    "StepReport": "shardkit.engines.api",
+    "Traits": "shardkit.engines.api",
+    "Window": "shardkit.window",
+    "World": "shardkit.world",
+    "WindowReport": "shardkit.window",
+    "open_engine": "shardkit.engines.opening",
+    "train_step": "shardkit.window",
+    "ShardkitError": "shardkit.errors",
+}
+
+__all__ = [*_PUBLIC, "__version__"]
+
+if TYPE_CHECKING:
+    from shardkit.engines.api import Engine, StepReport, Traits
+    from shardkit.engines.opening import open_engine
+    from shardkit.errors import ShardkitError
+    from shardkit.window import Window, WindowReport, train_step
+    from shardkit.world import World
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,159 @@
+"""The engine: what the loop asks of a backend, and the facts a backend states about itself.
+
+The loop works in windows (one logical batch) of micro-steps (one forward and backward). The loss it hands to
+`backward` is in its final scale: an engine that divides it by anything is wrong.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import nn
+
+from shardkit.world import World
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+# Given the (full name, parameter) pairs that can be trained, returns the optimizer. Called once, by the engine, when
+# the parameters are the ones that will be trained.
+MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
+
+Precision = Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Facts about an adapter, each held by a conformance test."""
+
+    shards: frozenset[str] = frozenset()
+    # Of "parameters", "gradients", "optimizer": what each rank holds only a part of.
+    reduces: Literal["nothing", "once a window", "each micro-step"] = "once a window"
+    # When gradients cross ranks.
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    # Device types it runs on.
+    precisions: frozenset[str] = frozenset({"fp32", "bf16-mixed", "bf16-true"})
+    # Values of train.precision it honours.
+    max_world_size: int | None = None
+    # The largest world it runs in; None = any.
+    unused_parameters: Literal["kept", "refused", "refused when decayed"] = "kept"
+    # A parameter without a gradient: left as it is, or named in an error at the first step.
+    refused_optimizers: frozenset[str] = frozenset()
+    # Optimizer class names it would train wrongly.
+    refusals: dict[str, str] = field(default_factory=dict)
+    # Device type -> the sentence that says why it does not run there and what to use.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What every adapter is told, besides its own options."""
+
+    world: World
+    max_grad_norm: float | None = None
+    # Clip by the global norm; None = no clipping.
+    precision: Precision = "fp32"
+    blocks: tuple[str, ...] = ()
+    # Globs on module or class names that form one sharding unit each; empty = found in the model.
+    micro_batch_size: int = 1
+    # Only told to backends that insist on knowing it; never used for scaling.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did, the same on every rank."""
+
+    grad_norm: float
+    # Global 2-norm of the gradient before clipping; NaN or infinite when the gradient is.
+    skipped: bool
+    # True when the gradient was not finite: weights, optimizer state and scheduler are as before.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A flat row-major piece of one tensor of the training state, as this rank holds it.
+
+    `tensor` is a live 1-D view of `tensor.numel()` elements that starts at element `start` of the whole tensor of
+    `shape`. A replicated tensor is one whole interval on every rank.
+    """
+
+    kind: Literal["parameter", "buffer", "optimizer"]
+    name: str
+    # The model's own full name of the parameter or buffer.
+    state: str | None
+    # For kind "optimizer": the tensor's key, as in "exp_avg".
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor
+    replicated: bool
+
+
+class Engine(Protocol):
+    """A model and its optimizer under one backend.
+
+    An adapter is constructed as `Adapter(model, make_optimizer, settings, options)`, does all wrapping there, and
+    inherits nothing but this interface. Class attributes: `Options` (a dataclass), `describe` (options -> Traits).
+    """
+
+    Options: ClassVar[type]
+    model: nn.Module
+    # Callable like the model that came in.
+    optimizer: torch.optim.Optimizer
+    # Its param_groups' lr is what the next step uses: schedulers are built on it.
+    traits: Traits
+
+    @classmethod
+    @abstractmethod
+    def describe(cls, options: Any) -> Traits:
+        """The facts about this adapter under `options`, without building anything."""
+
+    @abstractmethod
+    def micro_step(self, last: bool) -> AbstractContextManager[None]:
+        """Context around ONE forward and backward; gradients cross ranks only when `last`, where the backend can.
+
+        Compute precision (autocast) is also entered here.
+        """
+        ...
+
+    @abstractmethod
+    def inference(self) -> AbstractContextManager[None]:
+        """Context around forwards without a backward: no gradients, the same compute precision."""
+        ...
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of a scalar loss in its final scale; gradients add up over the window."""
+
+    @abstractmethod
+    def step(self) -> StepReport:
+        """Clip by the global norm, update, zero the gradients. A gradient that is not finite skips the update."""
+
+    @abstractmethod
+    def state(self) -> Iterable[Interval]:
+        """This rank's part of the training state; reading it changes nothing.
+
+        Parameters are the fp32 masters where there are any.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the model and of what the backend keeps; the process group stays."""
+
+
+EngineFactory = Callable[[nn.Module, MakeOptimizer, EngineSettings, Any], Engine]
+
+__all__ = [
+    "Engine",
+    "EngineFactory",
+    "EngineSettings",
+    "Interval",
+    "Iterator",
+    "MakeOptimizer",
+    "NamedParameters",
+    "Precision",
+    "StepReport",
+    "Traits",
+]

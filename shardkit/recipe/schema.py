@@ -1,0 +1,217 @@
+"""What a recipe may say: one dataclass a section, its defaults, and the rules between fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from omegaconf import MISSING
+
+# A mapping with `_target_` (a dotted path) and keyword arguments; bound to its signature before any rank starts.
+Target = dict[str, Any]
+
+Complaint = tuple[str, str]  # (key inside the section, what is wrong and what to do)
+
+
+@dataclass
+class Data:
+    """Where items come from. `train` and `eval` build map-style data sets."""
+
+    train: Target = MISSING
+    # The data set to train on.
+    eval: Target | None = None
+    # The data set to evaluate on; null = no evaluation.
+    num_workers: int = 0
+    # Loader processes a rank; 0 = items are made in the training process.
+    shuffle: bool = True
+    # Draw a new order each epoch, from (seed, epoch) alone.
+    drop_last: bool = False
+    # Leave out the items at the end of an epoch that do not fill a global batch.
+    collate: Target | None = None
+    # Turns a list of items into a batch; null = torch's default.
+
+    def check(self) -> Iterator[Complaint]:
+        if self.num_workers < 0:
+            yield "num_workers", f"{self.num_workers} is negative; expected 0 or more loader processes a rank"
+
+
+@dataclass
+class Batch:
+    """How many items an optimizer step and a forward see."""
+
+    global_batch_size: int = MISSING
+    # Items one optimizer step sees, over all ranks: the only batch number that changes the maths.
+    micro_batch_size: int = MISSING
+    # Items one forward of one rank sees: a matter of memory.
+
+    def check(self) -> Iterator[Complaint]:
+        if self.global_batch_size < 1:
+            yield "global_batch_size", f"{self.global_batch_size} is not a number of items; expected 1 or more"
+        if self.micro_batch_size < 1:
+            yield "micro_batch_size", f"{self.micro_batch_size} is not a number of items; expected 1 or more"
+
+
+@dataclass
+class Train:
+    """How long to train, and what a step does besides the optimizer."""
+
+    max_steps: int | None = None
+    # Optimizer steps; give this or max_epochs.
+    max_epochs: int | None = None
+    # Passes over the data; give this or max_steps.
+    max_grad_norm: float | None = None
+    # Clip by the global norm of the whole gradient; null = no clipping.
+    precision: Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"] = "fp32"
+    # bf16-mixed: fp32 master weights, bf16 compute, fp32 gradient reduction, fp32 norm statistics, on every backend.
+    nonfinite: Literal["error", "skip"] = "error"
+    # A NaN or infinite gradient: end the run, or leave out that step (the scheduler waits too).
+
+    def check(self) -> Iterator[Complaint]:
+        if self.max_steps is None and self.max_epochs is None:
+            yield "", "neither max_steps nor max_epochs is given; expected one of them, so that the run ends"
+        if self.max_steps is not None and self.max_epochs is not None:
+            yield "max_epochs", "max_steps is given too; expected one of them"
+        if self.max_steps is not None and self.max_steps < 1:
+            yield "max_steps", f"{self.max_steps} is not a number of steps; expected 1 or more"
+        if self.max_epochs is not None and self.max_epochs < 1:
+            yield "max_epochs", f"{self.max_epochs} is not a number of epochs; expected 1 or more"
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            yield "max_grad_norm", f"{self.max_grad_norm} clips everything away; expected a number above 0, or null"
+
+
+@dataclass
+class Evaluation:
+    """When to evaluate. The data set is `data.eval`; the last step is always evaluated."""
+
+    every: int | None = None
+    # Optimizer steps between evaluations; null = after the last step only.
+    micro_batch_size: int | None = None
+    # Items one evaluation forward of one rank sees; null = batch.micro_batch_size.
+
+    def check(self) -> Iterator[Complaint]:
+        for name in ("every", "micro_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield name, f"{value} is too small; expected 1 or more, or null"
+
+
+@dataclass
+class ParameterGroup:
+    """Optimizer settings for the parameters whose full name matches; the first group that matches wins."""
+
+    match: str = MISSING
+    # A glob on the parameter's full name, as in "*.bias" or "backbone.*".
+    options: dict[str, Any] = field(default_factory=dict)
+    # Optimizer arguments for these parameters, as in {weight_decay: 0.0}.
+
+
+@dataclass
+class Normalization:
+    """What becomes of the model's normalization layers, before any backend wraps it."""
+
+    policy: Literal["keep"] = "keep"
+    # keep: as the model has them.
+
+
+@dataclass
+class Backend:
+    """Which engine runs the model: a name from backends/, a path to such a file, or this mapping inline."""
+
+    name: str = MISSING
+    # Shown in reports; a preset's name is its file name.
+    adapter: str = MISSING
+    # A registered adapter, or "my_package.module:MyEngine".
+    options: dict[str, Any] = field(default_factory=dict)
+    # Checked against the adapter's own options.
+
+
+@dataclass
+class Launch:
+    """How processes start. The profile's file in launch/ gives the defaults."""
+
+    profile: Literal["local"] = "local"
+    # local: on this machine, through torch's elastic launcher.
+    nproc_per_node: int | Literal["auto"] = "auto"
+    # Processes on this machine; auto = one an accelerator, or 2 on a CPU, or 1 for a backend of one process.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # auto = CUDA when there is one.
+    timeout_seconds: float = 600.0
+    # A collective that takes longer ends the run.
+
+    def check(self) -> Iterator[Complaint]:
+        if isinstance(self.nproc_per_node, int) and self.nproc_per_node < 1:
+            yield "nproc_per_node", f"{self.nproc_per_node} starts nothing; expected 1 or more, or auto"
+        if not self.timeout_seconds > 0:
+            yield "timeout_seconds", f"{self.timeout_seconds} is not a time; expected seconds above 0"
+
+
+@dataclass
+class Metrics:
+    """What is written and shown while training, besides metrics.jsonl."""
+
+    every: int = 1
+    # Optimizer steps between training lines.
+    tensorboard: bool = False
+    # Also write tensorboard/ in the run folder.
+
+    def check(self) -> Iterator[Complaint]:
+        if self.every < 1:
+            yield "every", f"{self.every} is not a number of steps; expected 1 or more"
+
+
+@dataclass
+class Recipe:
+    """A whole training run."""
+
+    model: Target = MISSING
+    # Builds the torch.nn.Module.
+    data: Data = MISSING
+    loss: Target = MISSING
+    # Builds a loss: loss(model, batch) -> (sum, count), or a torch.nn loss.
+    optimizer: Target = MISSING
+    # Builds the torch.optim.Optimizer; the engine passes the parameters.
+    batch: Batch = MISSING
+    train: Train = MISSING
+    backend: Backend = MISSING
+    name: str = "run"
+    # Names the folder under runs/.
+    seed: int = 0
+    # Of the model's weights, the sample order and the augmentation streams.
+    scheduler: Target | None = None
+    # Builds the learning rate scheduler; it steps once an optimizer step.
+    parameter_groups: list[ParameterGroup] = field(default_factory=list)
+    blocks: list[str] = field(default_factory=list)
+    # Globs on module names (or class names) that are sharded as one unit each; empty = found in the model.
+    normalization: Normalization = field(default_factory=Normalization)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    metrics: Metrics = field(default_factory=Metrics)
+    launch: Launch = field(default_factory=Launch)
+    run_dir: str | None = None
+    # The run folder; null = runs/<name>/<run id>.
+
+    def check(self) -> Iterator[Complaint]:
+        """Rules between sections."""
+        nproc = self.launch.nproc_per_node
+        if isinstance(nproc, int):
+            yield from self.check_world(nproc)
+
+    def check_world(self, world_size: int) -> Iterator[Complaint]:
+        """The batch sizes must fit the number of processes: global = micro x world x a whole number."""
+        a_step = self.batch.micro_batch_size * world_size
+        total = self.batch.global_batch_size
+        if a_step > 0 and total > 0 and total % a_step:
+            lower, upper = total // a_step * a_step, (total // a_step + 1) * a_step
+            sizes = f"{lower} or {upper}" if lower else f"{upper}"
+            fitting = [m for m in range(1, total + 1) if total % (m * world_size) == 0]
+            micro = min(fitting, key=lambda m: abs(m - self.batch.micro_batch_size), default=None)
+            hint = f", or micro_batch_size {micro}" if micro else ""
+            yield (
+                "batch.global_batch_size",
+                f"{total} is not a whole number of micro-steps of {self.batch.micro_batch_size} items x "
+                f"{world_size} processes; the nearest that work are {sizes}{hint}",
+            )
+
+    def gradient_accumulation_steps(self, world_size: int) -> int:
+        """Micro-steps in a full window."""
+        return self.batch.global_batch_size // (self.batch.micro_batch_size * world_size)

@@ -1,0 +1,104 @@
+"""The ranks of a run: who this process is, its device, and the few collectives shardkit itself needs.
+
+This is the only module that reads the rank environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The processes that train one model together.
+
+    `size` is 1 for a run of one process, with or without a process group.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @classmethod
+    def current(cls, device: str = "auto") -> World:
+        """The world torch.distributed was initialised with, or one process."""
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = resolve_device(device, local_rank)
+        if not dist.is_initialized():
+            return cls(device=chosen)
+        return cls(rank=dist.get_rank(), local_rank=local_rank, size=dist.get_world_size(), device=chosen)
+
+    @property
+    def distributed(self) -> bool:
+        return dist.is_initialized()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed over the ranks, in place; the same tensor in a world of one."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """The picklable `value` of every rank, in rank order. Not for hot paths."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's `tensor` on every rank, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def resolve_device(device: str, local_rank: int) -> torch.device:
+    """`auto`, `cpu` or `cuda` as this rank's device.
+
+    Raises:
+        RequestError: CUDA is asked for and torch sees none.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise RequestError("launch.device: cuda was asked for, but torch sees no CUDA device; use auto or cpu")
+    if device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+@contextmanager
+def join(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[World]:
+    """Join the ranks named by RANK, WORLD_SIZE and MASTER_ADDR; one process when they are absent.
+
+    The group is left when the block ends normally. After an error it is not: a collective teardown would wait for
+    ranks that may never come, and the launcher ends them anyway.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = resolve_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if "RANK" in os.environ:
+        dist.init_process_group(
+            "nccl" if chosen.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            rank=int(os.environ["RANK"]),
+            world_size=world_size,
+        )
+    yield World.current(device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
