@@ -1,0 +1,57 @@
+"""What each built-in adapter lets a recipe set under `backend.options`; no torch here, so a typo answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(kw_only=True)
+class SingleOptions:
+    """One process has nothing to set."""
+
+
+@dataclass(kw_only=True)
+class DdpOptions:
+    """DistributedDataParallel."""
+
+    find_unused_parameters: bool = False
+    # Allow parameters without a gradient; costs a walk over the graph and one small all-reduce a step.
+    bucket_cap_mb: float = 25.0
+    # MiB of gradients an all-reduce waits for.
+
+
+@dataclass(kw_only=True)
+class Fsdp2Options:
+    """fully_shard."""
+
+    reshard_after_forward: bool = True
+    # false = keep the gathered parameters between forward and backward: more memory, one all-gather less.
+    cpu_offload: bool = False
+    # Parameters, gradients and optimizer state live in host memory between uses.
+    replicas: int = 1
+    # Hybrid sharding: copies of the sharded model; must divide the number of processes.
+
+
+@dataclass(kw_only=True)
+class DeepSpeedOptions:
+    """DeepSpeed ZeRO. Accumulation, clipping, batch sizes and precision come from the recipe, never from here."""
+
+    stage: Literal[1, 2, 3] = 2
+    # 1 = optimizer state, 2 = and gradients, 3 = and parameters are sharded.
+    offload_optimizer: bool = False
+    # fp32 masters and optimizer state live in host memory.
+    offload_parameters: bool = False
+    # Parameters live in host memory between uses (stage 3).
+    overlap_comm: bool = False
+    # Reduce gradients while the backward goes on.
+    reduce_bucket_size: int = 500_000_000
+    # Elements reduced at a time.
+    round_robin_gradients: bool = False
+    # Spread the copy of gradients to the host over ranks (stages 1 and 2).
+    stage3_param_persistence_threshold: int = 100_000
+    # Parameters with fewer elements stay whole on every rank (stage 3).
+    stage3_prefetch_bucket_size: int = 50_000_000
+    # Elements gathered ahead of their use (stage 3).
+    stage3_max_live_parameters: int = 1_000_000_000
+    # Elements that may be gathered at a time (stage 3).
