@@ -12,8 +12,10 @@ _PUBLIC = {
     "Engine": "shardkit.engines.api",
     "StepReport": "shardkit.engines.api",
     "Traits": "shardkit.engines.api",
+    "MicroBatch": "shardkit.data.loader",
     "Window": "shardkit.window",
     "World": "shardkit.world",
+    "join": "shardkit.world",
     "WindowReport": "shardkit.window",
     "open_engine": "shardkit.engines.opening",
     "train_step": "shardkit.window",
@@ -23,11 +25,12 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
+    from shardkit.data.loader import MicroBatch
     from shardkit.engines.api import Engine, StepReport, Traits
     from shardkit.engines.opening import open_engine
     from shardkit.errors import ShardkitError
     from shardkit.window import Window, WindowReport, train_step
-    from shardkit.world import World
+    from shardkit.world import World, join
 
 
 def __getattr__(name: str) -> object:

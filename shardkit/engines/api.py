@@ -7,7 +7,7 @@ The loop works in windows (one logical batch) of micro-steps (one forward and ba
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -23,6 +23,7 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 # the parameters are the ones that will be trained.
 MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
 
+Kind = Literal["parameter", "buffer", "optimizer"]
 Precision = Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"]
 
 
@@ -40,6 +41,8 @@ class Traits:
     # Values of train.precision it honours.
     max_world_size: int | None = None
     # The largest world it runs in; None = any.
+    needs_process_group: bool = True
+    # False: also runs in a process that joined no group.
     unused_parameters: Literal["kept", "refused", "refused when decayed"] = "kept"
     # A parameter without a gradient: left as it is, or named in an error at the first step.
     refused_optimizers: frozenset[str] = frozenset()
@@ -80,7 +83,7 @@ class Interval:
     `shape`. A replicated tensor is one whole interval on every rank.
     """
 
-    kind: Literal["parameter", "buffer", "optimizer"]
+    kind: Kind
     name: str
     # The model's own full name of the parameter or buffer.
     state: str | None
@@ -94,9 +97,16 @@ class Interval:
 class Engine(Protocol):
     """A model and its optimizer under one backend.
 
-    An adapter is constructed as `Adapter(model, make_optimizer, settings, options)`, does all wrapping there, and
-    inherits nothing but this interface. Class attributes: `Options` (a dataclass), `describe` (options -> Traits).
+    An adapter inherits nothing but this interface. It does all wrapping in its constructor: the model is moved to
+    `settings.world.device`, wrapped, and then the optimizer is built on what will be trained. `open_engine` has given
+    every rank rank 0's parameters and buffers before.
+    Gradients are averaged over the ranks, and the caller knows: it scales the loss by the number of ranks.
     """
+
+    @abstractmethod
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: Any
+    ) -> None: ...
 
     Options: ClassVar[type]
     model: nn.Module
@@ -104,6 +114,7 @@ class Engine(Protocol):
     optimizer: torch.optim.Optimizer
     # Its param_groups' lr is what the next step uses: schedulers are built on it.
     traits: Traits
+    world: World
 
     @classmethod
     @abstractmethod
@@ -143,14 +154,11 @@ class Engine(Protocol):
         """Let go of the model and of what the backend keeps; the process group stays."""
 
 
-EngineFactory = Callable[[nn.Module, MakeOptimizer, EngineSettings, Any], Engine]
-
 __all__ = [
     "Engine",
-    "EngineFactory",
     "EngineSettings",
     "Interval",
-    "Iterator",
+    "Kind",
     "MakeOptimizer",
     "NamedParameters",
     "Precision",

@@ -34,6 +34,16 @@ class Fsdp2Options:
 
 
 @dataclass(kw_only=True)
+class AccelerateFsdp2Options:
+    """fully_shard through Accelerate, which shards over all ranks."""
+
+    reshard_after_forward: bool = True
+    # false = keep the gathered parameters between forward and backward: more memory, one all-gather less.
+    cpu_offload: bool = False
+    # Parameters, gradients and optimizer state live in host memory between uses.
+
+
+@dataclass(kw_only=True)
 class DeepSpeedOptions:
     """DeepSpeed ZeRO. Accumulation, clipping, batch sizes and precision come from the recipe, never from here."""
 

@@ -13,7 +13,13 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardkit.engines.options import DdpOptions, DeepSpeedOptions, Fsdp2Options, SingleOptions
+from shardkit.engines.options import (
+    AccelerateFsdp2Options,
+    DdpOptions,
+    DeepSpeedOptions,
+    Fsdp2Options,
+    SingleOptions,
+)
 from shardkit.errors import BackendError
 
 if TYPE_CHECKING:
@@ -55,7 +61,7 @@ BUILT_IN = {
     ),
     "accelerate-fsdp2": Registration(
         target="shardkit.engines.accelerate_fsdp2:AccelerateFsdp2Engine",
-        options=Fsdp2Options,
+        options=AccelerateFsdp2Options,
         needs=("accelerate",),
         extra="accelerate",
     ),

@@ -1,0 +1,86 @@
+"""DeepSpeed ZeRO as Accelerate sets it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from torch import nn
+
+from shardkit.engines.accelerator import reset_accelerate, start_accelerator
+from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
+from shardkit.engines.names import trainable
+from shardkit.engines.options import DeepSpeedOptions
+from shardkit.engines.start import check_parameters
+from shardkit.engines.unused import GradientWatch
+from shardkit.engines.whole import autocast
+from shardkit.engines.zero import (
+    close_zero,
+    prepare_deepspeed,
+    refuse_decayed,
+    watch_decayed,
+    zero_config,
+    zero_state,
+    zero_step,
+    zero_traits,
+)
+
+
+class AccelerateDeepSpeedEngine(Engine):
+    """Accelerator.prepare with a DeepSpeed plugin; its backward would also step, so DeepSpeed's own is called."""
+
+    Options = DeepSpeedOptions
+
+    @classmethod
+    def describe(cls, options: DeepSpeedOptions) -> Traits:
+        return zero_traits(options)
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: DeepSpeedOptions
+    ) -> None:
+        self.traits = self.describe(options)
+        self.world = settings.world
+        self.settings = settings
+        check_parameters(model)
+        prepare_deepspeed()
+        self.accelerator = start_accelerator(
+            self.world,
+            {DistributedType.DEEPSPEED},
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(settings, options), zero3_init_flag=False),
+        )
+        self.bare = model.to(self.world.device)
+        named = trainable(self.bare)
+        self.optimizer = make_optimizer(named)
+        self.watch: GradientWatch | None = watch_decayed(self.optimizer, named)
+        self.model, _ = self.accelerator.prepare(self.bare, self.optimizer)
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        # Before the forward: the hooks of the coming backward read it (DeepSpeed 0.19.8).
+        self.model.set_gradient_accumulation_boundary(last)
+        with autocast(self.settings.precision, self.world.device):
+            yield
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with torch.no_grad(), autocast(self.settings.precision, self.world.device):
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # scale_wrt_gas=False: the loss is in its final scale.
+        self.model.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> StepReport:
+        if self.watch is not None:
+            refuse_decayed(self.watch)
+            self.watch = None
+        return zero_step(self.model)
+
+    def state(self) -> Iterator[Interval]:
+        return zero_state(self.model, self.bare)
+
+    def close(self) -> None:
+        close_zero(self.model)
+        reset_accelerate()

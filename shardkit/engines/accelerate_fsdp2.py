@@ -1,0 +1,114 @@
+"""fully_shard (FSDP2) as Accelerate sets it up, which it does on accelerators only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar, cast
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardkit.engines.accelerator import checked_accelerator, reset_accelerate
+from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
+from shardkit.engines.fsdp2 import fsdp2_traits, mixed_precision, shard_norms
+from shardkit.engines.names import trainable
+from shardkit.engines.options import AccelerateFsdp2Options
+from shardkit.engines.start import check_parameters
+from shardkit.engines.units import find_units
+from shardkit.engines.whole import autocast, clipped_step, whole_state
+from shardkit.errors import EngineError
+
+
+class AccelerateFsdp2Engine(Engine):
+    """Accelerator.prepare with a version 2 plugin."""
+
+    Options = AccelerateFsdp2Options
+    force_cpu: ClassVar[bool] = False
+    # For the conformance suite: tell Accelerate that gloo ranks are GPUs, so that its FSDP2 path runs on a CPU.
+
+    @classmethod
+    def describe(cls, options: AccelerateFsdp2Options) -> Traits:
+        if cls.force_cpu:
+            return fsdp2_traits()
+        return replace(
+            fsdp2_traits(),
+            devices=frozenset({"cuda"}),
+            refusals={
+                "cpu": "Accelerate 1.15 does not shard on a CPU (it would do plain DDP, or train unconnected "
+                "copies, without a word); use backend=fsdp2, which runs the same fully_shard on gloo"
+            },
+        )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        settings: EngineSettings,
+        options: AccelerateFsdp2Options,
+    ) -> None:
+        self.traits = self.describe(options)
+        self.world = settings.world
+        self.settings = settings
+        check_parameters(model)
+        if settings.precision == "bf16-true":
+            model.to(torch.bfloat16)
+        model.to(self.world.device)
+        units = {type(unit).__name__ for _, unit in find_units(model, settings.blocks)}
+        reset_accelerate()
+        PartialState(cpu=self.world.device.type == "cpu")
+        if self.force_cpu:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        self.accelerator = checked_accelerator(
+            {DistributedType.FSDP},
+            fsdp_plugin=FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                reshard_after_forward=options.reshard_after_forward,
+                auto_wrap_policy="transformer_based_wrap" if units else "no_wrap",
+                transformer_cls_names_to_wrap=sorted(units) or None,
+                cpu_offload=options.cpu_offload,
+                cpu_ram_efficient_loading=False,
+                mixed_precision_policy=mixed_precision(settings.precision),
+            ),
+        )
+        # Over the mesh that Accelerate lets fully_shard make: the norm of all gradients wants one mesh.
+        shard_norms(model, settings, None, options.cpu_offload)
+        # Accelerate wants the optimizer first and exchanges its parameters for the shards.
+        optimizer = make_optimizer(trainable(model))
+        self.model, prepared = self.accelerator.prepare(model, optimizer)
+        self.optimizer = prepared.optimizer
+        self.named = trainable(self.model)
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if not isinstance(self.model, FSDPModule) or held != {id(p) for _, p in self.named}:
+            raise EngineError("Accelerate did not shard the model, or left the optimizer with other parameters")
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        cast(FSDPModule, self.model).set_requires_gradient_sync(last)
+        with autocast(self.settings.precision, self.world.device):
+            yield
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with torch.no_grad(), autocast(self.settings.precision, self.world.device):
+            yield
+        # The root stays gathered after a forward without a backward (torch 2.13); parameters() must be shards again.
+        cast(FSDPModule, self.model).reshard()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # Divides by its accumulation steps, which are 1.
+        self.accelerator.backward(loss)
+
+    def step(self) -> StepReport:
+        return clipped_step(self.optimizer, [p for _, p in self.named], self.settings.max_grad_norm)
+
+    def state(self) -> Iterator[Interval]:
+        return whole_state(self.model, self.optimizer)
+
+    def close(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        reset_accelerate()

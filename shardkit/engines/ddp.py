@@ -1,0 +1,78 @@
+"""torch's DistributedDataParallel: whole replicas, gradients averaged by all-reduce once a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
+from shardkit.engines.names import trainable
+from shardkit.engines.options import DdpOptions
+from shardkit.engines.unused import refuse_unused
+from shardkit.engines.whole import autocast, clipped_step, whole_state
+
+
+class DdpEngine(Engine):
+    """A replica on every rank."""
+
+    Options = DdpOptions
+
+    @classmethod
+    def describe(cls, options: DdpOptions) -> Traits:
+        return Traits(unused_parameters="kept" if options.find_unused_parameters else "refused")
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: DdpOptions
+    ) -> None:
+        self.traits = self.describe(options)
+        self.world = settings.world
+        self.settings = settings
+        self.bare = model.to(settings.world.device)
+        if settings.precision == "bf16-true":
+            self.bare.to(torch.bfloat16)
+        self.named = trainable(self.bare)
+        self.model: DistributedDataParallel = DistributedDataParallel(
+            self.bare,
+            device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
+            # shardkit sends buffers once, and merges statistics before evaluation, on every backend alike; DDP would
+            # overwrite every rank's with rank 0's before each forward.
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=options.find_unused_parameters,
+            bucket_cap_mb=options.bucket_cap_mb,
+        )
+        self.optimizer = make_optimizer(self.named)
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        # The forward has to be inside no_sync too: DDP decides there whether the backward communicates.
+        with nullcontext() if last else self.model.no_sync():
+            with autocast(self.settings.precision, self.world.device):
+                yield
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with torch.no_grad(), autocast(self.settings.precision, self.world.device):
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> StepReport:
+        if self.traits.unused_parameters == "refused":
+            # DDP 2.13 leaves the averaging unfinished when a gradient never comes, and says so a step too late.
+            refuse_unused(
+                [name for name, p in self.named if p.grad is None],
+                "backend.options.find_unused_parameters=true (costs a walk over the graph a step)",
+            )
+        return clipped_step(self.optimizer, [p for _, p in self.named], self.settings.max_grad_norm)
+
+    def state(self) -> Iterator[Interval]:
+        return whole_state(self.bare, self.optimizer)
+
+    def close(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,84 @@
+"""DeepSpeed ZeRO stages 1, 2 and 3 on the caller's own torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
+from shardkit.engines.names import trainable
+from shardkit.engines.options import DeepSpeedOptions
+from shardkit.engines.start import check_parameters
+from shardkit.engines.unused import GradientWatch
+from shardkit.engines.whole import autocast
+from shardkit.engines.zero import (
+    close_zero,
+    prepare_deepspeed,
+    refuse_decayed,
+    watch_decayed,
+    zero_config,
+    zero_state,
+    zero_step,
+    zero_traits,
+)
+
+
+class DeepSpeedEngine(Engine):
+    """deepspeed.initialize, with accumulation, loss scaling and the scheduler left to shardkit."""
+
+    Options = DeepSpeedOptions
+
+    @classmethod
+    def describe(cls, options: DeepSpeedOptions) -> Traits:
+        return zero_traits(options)
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: DeepSpeedOptions
+    ) -> None:
+        self.traits = self.describe(options)
+        self.world = settings.world
+        self.settings = settings
+        self.options = options
+        check_parameters(model)
+        deepspeed = prepare_deepspeed()
+        model = model.to(settings.world.device)
+        named = trainable(model)
+        self.optimizer = make_optimizer(named)
+        # Before initialize, which replaces the optimizer's parameters by flat partitions.
+        self.watch: GradientWatch | None = watch_decayed(self.optimizer, named)
+        self.model: Any = deepspeed.initialize(
+            model=model, optimizer=self.optimizer, config=zero_config(settings, options), dist_init_required=False
+        )[0]
+        self.bare = model
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        # Before the forward: the hooks of the coming backward read it (DeepSpeed 0.19.8).
+        self.model.set_gradient_accumulation_boundary(last)
+        with autocast(self.settings.precision, self.world.device):
+            yield
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with torch.no_grad(), autocast(self.settings.precision, self.world.device):
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # scale_wrt_gas=False: the loss is in its final scale.
+        self.model.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> StepReport:
+        if self.watch is not None:
+            refuse_decayed(self.watch)
+            self.watch = None
+        return zero_step(self.model)
+
+    def state(self) -> Iterator[Interval]:
+        return zero_state(self.model, self.bare)
+
+    def close(self) -> None:
+        close_zero(self.model)

@@ -1,0 +1,148 @@
+"""torch's fully_shard (FSDP2): parameters, gradients and optimizer state in row shards, gathered a unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, Precision, StepReport, Traits
+from shardkit.engines.names import trainable
+from shardkit.engines.options import Fsdp2Options
+from shardkit.engines.start import check_parameters
+from shardkit.engines.units import find_units
+from shardkit.engines.whole import autocast, clipped_step, whole_state
+from shardkit.errors import BackendError
+from shardkit.world import World
+
+
+class Fsdp2Engine(Engine):
+    """Units of the model under fully_shard, the root last."""
+
+    Options = Fsdp2Options
+
+    @classmethod
+    def describe(cls, options: Fsdp2Options) -> Traits:
+        return fsdp2_traits()
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: Fsdp2Options
+    ) -> None:
+        self.traits = self.describe(options)
+        self.world = settings.world
+        self.settings = settings
+        check_parameters(model)
+        self.model = model if options.cpu_offload else model.to(settings.world.device)
+        if settings.precision == "bf16-true":
+            self.model.to(torch.bfloat16)
+        shard(self.model, settings, options)
+        # After fully_shard: an optimizer built before it holds tensors that nothing trains any more.
+        self.named = trainable(self.model)
+        self.optimizer = make_optimizer(self.named)
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        cast(FSDPModule, self.model).set_requires_gradient_sync(last)
+        with autocast(self.settings.precision, self.world.device):
+            yield
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with torch.no_grad(), autocast(self.settings.precision, self.world.device):
+            yield
+        # The root stays gathered after a forward without a backward (torch 2.13); parameters() must be shards again.
+        cast(FSDPModule, self.model).reshard()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> StepReport:
+        return clipped_step(self.optimizer, [p for _, p in self.named], self.settings.max_grad_norm)
+
+    def state(self) -> Iterator[Interval]:
+        return whole_state(self.model, self.optimizer)
+
+    def close(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def fsdp2_traits() -> Traits:
+    """What holds for fully_shard however it was reached."""
+    return Traits(
+        shards=frozenset({"parameters", "gradients", "optimizer"}),
+        # Row and column statistics (Adafactor) and index_put_ (Rprop) do not work on DTensors in torch 2.13.
+        refused_optimizers=frozenset({"Adafactor", "Rprop"}),
+    )
+
+
+def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
+    """bf16-mixed gathers and computes in bf16; the shards, and so the masters and the reduction, stay fp32."""
+    if precision == "bf16-mixed":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # reduce_dtype follows the gradient's dtype when it is unset.
+    return MixedPrecisionPolicy()
+
+
+def shard(model: nn.Module, settings: EngineSettings, options: Fsdp2Options) -> None:
+    """Apply fully_shard to the units of `model` and to its root."""
+    mesh = device_mesh(settings.world, options.replicas)
+    offload = offload_policy(options.cpu_offload)
+    policy = mixed_precision(settings.precision)
+    shard_norms(model, settings, mesh, options.cpu_offload)
+    for _, unit in find_units(model, settings.blocks):
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+    # The root holds what is left, and is needed again at once in the backward: it is not resharded in between.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+
+
+def shard_norms(model: nn.Module, settings: EngineSettings, mesh: DeviceMesh | None, cpu_offload: bool) -> None:
+    """Under bf16-mixed, gather the weights of BatchNorm layers in fp32, all layers in one small unit.
+
+    Their running statistics stay fp32, and torch 2.13 refuses those beside bf16 weights.
+    """
+    norms: list[nn.Module] = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine]
+    if settings.precision == "bf16-mixed" and norms:
+        fully_shard(
+            norms,
+            mesh=mesh,
+            reshard_after_forward=False,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+            offload_policy=offload_policy(cpu_offload),
+        )
+
+
+def offload_policy(cpu_offload: bool) -> OffloadPolicy:
+    """Host memory between uses, or nothing."""
+    if not cpu_offload:
+        return OffloadPolicy()
+    # Pinning needs an accelerator to pin for.
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+
+
+def device_mesh(world: World, replicas: int) -> DeviceMesh:
+    """One axis of shards, or (replicas, shards) for hybrid sharding.
+
+    Raises:
+        BackendError: the replicas do not divide the ranks.
+    """
+    if replicas < 1 or world.size % replicas:
+        raise BackendError(
+            f"backend.options.replicas: {replicas} does not divide {world.size} processes; expected a divisor"
+        )
+    if replicas == 1:
+        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        world.device.type, (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard")
+    )

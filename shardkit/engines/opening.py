@@ -1,0 +1,138 @@
+"""Open an engine: from a backend's name or mapping to a wrapped model with its optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.engines import registry
+from shardkit.engines.api import Engine, EngineSettings, MakeOptimizer, NamedParameters, Precision, Traits
+from shardkit.engines.start import same_start
+from shardkit.errors import BackendError
+try:
+    from shardkit.recipe.backend import load_backend
+except ImportError:
+    load_backend = lambda b, options_of: Backend(**b)
+from shardkit.recipe.schema import Backend
+from shardkit.world import World
+
+
+def open_engine(
+    backend: str | Mapping[str, Any] | Backend,
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    *,
+    world: World | None = None,
+    max_grad_norm: float | None = None,
+    precision: Precision = "fp32",
+    blocks: Sequence[str] = (),
+    micro_batch_size: int = 1,
+) -> Engine:
+    """Wrap `model` for `backend` and build its optimizer.
+
+    Args:
+        backend: a name from backends/, a path to such a file, "my_package.module:MyEngine", or a mapping
+            `{"adapter": ..., "options": {...}}`.
+        model: on the CPU, in fp32; each rank gets rank 0's parameters and buffers. Changed in place.
+        make_optimizer: given (full name, parameter) pairs, returns the torch optimizer; called after wrapping where
+            wrapping replaces parameters.
+        world: the ranks; by default torch.distributed's, or one process.
+        max_grad_norm: clip by the global norm; None = no clipping.
+        precision: fp32, bf16-mixed or bf16-true; see the recipe's train.precision.
+        blocks: globs on module or class names that are sharded as one unit each; empty = found in the model.
+        micro_batch_size: items a forward; only told to backends that want to know.
+
+    Raises:
+        BackendError: the backend is unknown, not installed, or cannot honour a setting here.
+    """
+    chosen = backend if isinstance(backend, Backend) else load_backend(backend, options_of=registry.options_of)
+    world = world or World.current()
+    adapter = registry.load(chosen.adapter)
+    options = make_options(adapter, chosen.options)
+    traits = adapter.describe(options)
+    problems = list(refusals(traits, chosen.name, device=world.device.type, size=world.size, precision=precision))
+    if problems:
+        raise BackendError("\n".join(problems))
+    if traits.needs_process_group and not world.distributed:
+        raise BackendError(
+            f"backend {chosen.name!r} needs a process group, and this process joined none; start with "
+            "`python -m shardkit.launch` or `torchrun`, or enter `shardkit.join()` first"
+        )
+    same_start(model, world)
+    settings = EngineSettings(
+        world=world,
+        max_grad_norm=max_grad_norm,
+        precision=precision,
+        blocks=tuple(blocks),
+        micro_batch_size=micro_batch_size,
+    )
+    return adapter(model, _checked(make_optimizer, traits, chosen.name), settings, options)
+
+
+def make_options(adapter: type[Engine], options: Mapping[str, Any]) -> Any:
+    """The adapter's options dataclass filled from a mapping.
+
+    Raises:
+        BackendError: an option does not exist.
+    """
+    known = {field.name for field in dataclasses.fields(adapter.Options)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise BackendError(
+            f"backend.options: {', '.join(map(repr, unknown))} unknown to {adapter.__name__}; "
+            f"expected one of {', '.join(sorted(known)) or 'nothing'}"
+        )
+    return adapter.Options(**options)
+
+
+def refusals(traits: Traits, name: str, *, device: str, size: int, precision: str) -> list[str]:
+    """What a backend cannot honour, a sentence each; known without building anything."""
+    found = []
+    if device in traits.refusals:
+        found.append(f"backend {name!r}: {traits.refusals[device]}")
+    elif device not in traits.devices:
+        found.append(f"backend {name!r} does not run on {device}; it runs on {', '.join(sorted(traits.devices))}")
+    if traits.max_world_size is not None and size > traits.max_world_size:
+        found.append(
+            f"backend {name!r} runs {traits.max_world_size} process, not {size}: set launch.nproc_per_node="
+            f"{traits.max_world_size}, or choose a backend for several, as ddp"
+        )
+    if precision not in traits.precisions:
+        found.append(
+            f"backend {name!r} does not train in {precision}; it trains in {', '.join(sorted(traits.precisions))}"
+        )
+    return found
+
+
+def optimizer_refusal(traits: Traits, name: str, optimizer: str) -> str | None:
+    """The sentence that refuses an optimizer class by its name, or None."""
+    if optimizer in traits.refused_optimizers:
+        return (
+            f"backend {name!r} would train {optimizer} wrongly: it needs whole tensors, and this backend holds "
+            "shards; use AdamW or SGD, or a backend that keeps parameters whole, as ddp"
+        )
+    return None
+
+
+def _checked(make_optimizer: MakeOptimizer, traits: Traits, name: str) -> MakeOptimizer:
+    def build(named: NamedParameters) -> torch.optim.Optimizer:
+        if not named:
+            raise BackendError("the model has no parameter that requires a gradient; nothing can be trained")
+        optimizer = make_optimizer(named)
+        refusal = optimizer_refusal(traits, name, type(optimizer).__name__)
+        if refusal:
+            raise BackendError(refusal)
+        given = {id(parameter) for _, parameter in named}
+        strangers = sum(id(p) not in given for group in optimizer.param_groups for p in group["params"])
+        if strangers:
+            raise BackendError(
+                f"the optimizer holds {strangers} parameters that were not handed to make_optimizer; build it inside "
+                "make_optimizer, from the parameters it is given: earlier ones may no longer be trained"
+            )
+        return optimizer
+
+    return build

@@ -1,0 +1,59 @@
+"""One process, plain torch: the reference every other engine is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
+from shardkit.engines.names import trainable
+from shardkit.engines.options import SingleOptions
+from shardkit.engines.whole import autocast, clipped_step, whole_state
+
+
+class SingleEngine(Engine):
+    """The model as it is, on one device."""
+
+    Options = SingleOptions
+
+    @classmethod
+    def describe(cls, options: SingleOptions) -> Traits:
+        return Traits(reduces="nothing", max_world_size=1, needs_process_group=False)
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: SingleOptions
+    ) -> None:
+        self.traits = self.describe(options)
+        self.world = settings.world
+        self.settings = settings
+        self.model = model.to(settings.world.device)
+        if settings.precision == "bf16-true":
+            self.model.to(torch.bfloat16)
+        named = trainable(self.model)
+        self.parameters = [parameter for _, parameter in named]
+        self.optimizer = make_optimizer(named)
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        with autocast(self.settings.precision, self.world.device):
+            yield
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with torch.no_grad(), autocast(self.settings.precision, self.world.device):
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> StepReport:
+        return clipped_step(self.optimizer, self.parameters, self.settings.max_grad_norm)
+
+    def state(self) -> Iterator[Interval]:
+        return whole_state(self.model, self.optimizer)
+
+    def close(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
