@@ -9,7 +9,7 @@ then the sum over items of dloss/dw divided by N, whatever the backend, the worl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,7 @@ import torch
 
 from shardkit.engines.api import Engine
 from shardkit.errors import NonFiniteError, WindowError
-from shardkit.losses import Loss
-try:
-    from shardkit.losses import adapt
-except ImportError:
-    adapt = lambda x: x
+from shardkit.losses import Loss, adapt
 from shardkit.world import World
 
 
@@ -40,7 +36,7 @@ class WindowReport:
     # No update: the gradient was not finite, or no item was valid.
 
 
-class Window(Sequence[Any]):
+class Window:
     """The micro-batches of one logical batch on this rank; every rank holds the same number of them.
 
     A micro-batch with the attribute `filler` set to true is run, so that all ranks make the same collectives, but
@@ -55,15 +51,12 @@ class Window(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._batches[index]
-
     def weighted(self) -> Iterator[tuple[Any, bool]]:
         """(batch, whether it counts)."""
         for batch, filler in zip(self._batches, self._fillers, strict=True):
             yield batch, not filler
 
-    def count(self, loss: Loss, world: World) -> float:
+    def count_items(self, loss: Loss, world: World) -> float:
         """Valid items over all micro-batches and ranks; one small all-reduce, before any forward.
 
         Raises:
@@ -89,7 +82,7 @@ class Window(Sequence[Any]):
 
 def train_step(
     engine: Engine,
-    window: Iterable[Any],
+    window: Window | Iterable[Any],
     loss: Loss | Callable[..., Any],
     *,
     nonfinite: str = "error",
@@ -116,7 +109,7 @@ def train_step(
         raise WindowError("this window has no micro-batch; expected one or more")
     loss = adapt(loss)
     world = engine.world
-    items = window.count(loss, world)
+    items = window.count_items(loss, world)
     if items == 0:
         return WindowReport(loss=None, grad_norm=0.0, items=0.0, skipped=True)
     sums = []

@@ -39,6 +39,9 @@ class AccelerateDdpEngine(Engine):
         self.bare = model.to(settings.world.device)
         if settings.precision == "bf16-true":
             self.bare.to(torch.bfloat16)
+        self.named = trainable(self.bare)
+        # The optimizer is not prepared: Accelerate's wrapper would decide by itself whether a step is one.
+        self.optimizer = make_optimizer(self.named)
         expected = EXPECTED - ({DistributedType.NO} if self.world.size > 1 else set())
         self.accelerator = start_accelerator(
             self.world,
@@ -52,9 +55,6 @@ class AccelerateDdpEngine(Engine):
                 )
             ],
         )
-        self.named = trainable(self.bare)
-        # The optimizer is not prepared: Accelerate's wrapper would decide by itself whether a step is one.
-        self.optimizer = make_optimizer(self.named)
         self.model = self.accelerator.prepare_model(self.bare, device_placement=False)
 
     @contextmanager

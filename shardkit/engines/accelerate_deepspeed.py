@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate.utils import DeepSpeedPlugin, DistributedType
@@ -45,16 +46,17 @@ class AccelerateDeepSpeedEngine(Engine):
         self.settings = settings
         check_parameters(model)
         prepare_deepspeed()
+        self.bare = model.to(self.world.device)
+        named = trainable(self.bare)
+        self.optimizer = make_optimizer(named)
+        self.watch: GradientWatch | None = watch_decayed(self.optimizer, named)
         self.accelerator = start_accelerator(
             self.world,
             {DistributedType.DEEPSPEED},
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(settings, options), zero3_init_flag=False),
         )
-        self.bare = model.to(self.world.device)
-        named = trainable(self.bare)
-        self.optimizer = make_optimizer(named)
-        self.watch: GradientWatch | None = watch_decayed(self.optimizer, named)
-        self.model, _ = self.accelerator.prepare(self.bare, self.optimizer)
+        prepared: tuple[Any, Any] = self.accelerator.prepare(self.bare, self.optimizer)
+        self.model: Any = prepared[0]
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:

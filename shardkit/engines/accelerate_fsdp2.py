@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit.engines.accelerator import checked_accelerator, reset_accelerate
+from shardkit.engines.accelerator import checked_accelerator, refuse_second, reset_accelerate
 from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
 from shardkit.engines.fsdp2 import fsdp2_traits, mixed_precision, shard_norms
 from shardkit.engines.names import trainable
@@ -59,7 +59,11 @@ class AccelerateFsdp2Engine(Engine):
             model.to(torch.bfloat16)
         model.to(self.world.device)
         units = {type(unit).__name__ for _, unit in find_units(model, settings.blocks)}
-        reset_accelerate()
+        # Over the mesh that Accelerate lets fully_shard make: the norm of all gradients wants one mesh.
+        shard_norms(model, settings, None, options.cpu_offload)
+        # Accelerate wants the optimizer first and exchanges its parameters for the shards.
+        optimizer = make_optimizer(trainable(model))
+        refuse_second()
         PartialState(cpu=self.world.device.type == "cpu")
         if self.force_cpu:
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -75,10 +79,6 @@ class AccelerateFsdp2Engine(Engine):
                 mixed_precision_policy=mixed_precision(settings.precision),
             ),
         )
-        # Over the mesh that Accelerate lets fully_shard make: the norm of all gradients wants one mesh.
-        shard_norms(model, settings, None, options.cpu_offload)
-        # Accelerate wants the optimizer first and exchanges its parameters for the shards.
-        optimizer = make_optimizer(trainable(model))
         self.model, prepared = self.accelerator.prepare(model, optimizer)
         self.optimizer = prepared.optimizer
         self.named = trainable(self.model)

@@ -15,16 +15,28 @@ from shardkit.world import World
 def start_accelerator(world: World, expected: set[DistributedType], **plugins: Any) -> Accelerator:
     """An Accelerator over the ranks of `world`, its own accumulation, precision and scheduler left unused.
 
-    Accelerate's state is global to the process, and a second Accelerator changes the first (1.15), so it starts anew.
-
     Raises:
-        EngineError: Accelerate chose another kind of training than asked for, as it does without a word on a CPU.
+        EngineError: Accelerate chose another kind of training than asked for, as it does without a word on a CPU; or
+            this process has an Accelerator already.
     """
-    reset_accelerate()
+    refuse_second()
     # Without this, Accelerate trains N unconnected copies on a machine that has no accelerator (1.15); with
     # Accelerator(cpu=True) it drops its plugins and does plain DDP.
     PartialState(cpu=world.device.type == "cpu")
     return checked_accelerator(expected, **plugins)
+
+
+def refuse_second() -> None:
+    """Accelerate's state is global to the process, and a second Accelerator changes the first (1.15).
+
+    Raises:
+        EngineError: there is one.
+    """
+    if AcceleratorState._shared_state:
+        raise EngineError(
+            "this process has an Accelerator already, and a second one would change its settings; close the first "
+            "engine (engine.close()) before opening another, or use one process each"
+        )
 
 
 def checked_accelerator(expected: set[DistributedType], **plugins: Any) -> Accelerator:

@@ -20,6 +20,7 @@ class DdpEngine(Engine):
     """A replica on every rank."""
 
     Options = DdpOptions
+    model: nn.Module
 
     @classmethod
     def describe(cls, options: DdpOptions) -> Traits:
@@ -35,7 +36,7 @@ class DdpEngine(Engine):
         if settings.precision == "bf16-true":
             self.bare.to(torch.bfloat16)
         self.named = trainable(self.bare)
-        self.model: DistributedDataParallel = DistributedDataParallel(
+        self.model = self.replica = DistributedDataParallel(
             self.bare,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
             # shardkit sends buffers once, and merges statistics before evaluation, on every backend alike; DDP would
@@ -50,7 +51,7 @@ class DdpEngine(Engine):
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
         # The forward has to be inside no_sync too: DDP decides there whether the backward communicates.
-        with nullcontext() if last else self.model.no_sync():
+        with nullcontext() if last else self.replica.no_sync():
             with autocast(self.settings.precision, self.world.device):
                 yield
 

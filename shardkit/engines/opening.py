@@ -12,11 +12,9 @@ from torch import nn
 from shardkit.engines import registry
 from shardkit.engines.api import Engine, EngineSettings, MakeOptimizer, NamedParameters, Precision, Traits
 from shardkit.engines.start import same_start
+from shardkit.engines.units import find_units
 from shardkit.errors import BackendError
-try:
-    from shardkit.recipe.backend import load_backend
-except ImportError:
-    load_backend = lambda b, options_of: Backend(**b)
+from shardkit.recipe.backend import load_backend
 from shardkit.recipe.schema import Backend
 from shardkit.world import World
 
@@ -62,6 +60,11 @@ def open_engine(
             f"backend {chosen.name!r} needs a process group, and this process joined none; start with "
             "`python -m shardkit.launch` or `torchrun`, or enter `shardkit.join()` first"
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BackendError("the model has no parameter that requires a gradient; nothing can be trained")
+    if blocks:
+        # Also where they are not used: a typo must not wait for another backend to be found.
+        find_units(model, blocks)
     same_start(model, world)
     settings = EngineSettings(
         world=world,
@@ -120,8 +123,6 @@ def optimizer_refusal(traits: Traits, name: str, optimizer: str) -> str | None:
 
 def _checked(make_optimizer: MakeOptimizer, traits: Traits, name: str) -> MakeOptimizer:
     def build(named: NamedParameters) -> torch.optim.Optimizer:
-        if not named:
-            raise BackendError("the model has no parameter that requires a gradient; nothing can be trained")
         optimizer = make_optimizer(named)
         refusal = optimizer_refusal(traits, name, type(optimizer).__name__)
         if refusal:

@@ -40,7 +40,8 @@ def clipped_step(
     finite = math.isfinite(grad_norm)
     if finite:
         if max_grad_norm is not None and grad_norm + 1e-6 > max_grad_norm:
-            torch._foreach_mul_(gradients, max_grad_norm / (grad_norm + 1e-6))
+            # What torch's own clipping calls; it also takes lists of DTensors.
+            torch._foreach_mul_(gradients, max_grad_norm / (grad_norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepReport(grad_norm=grad_norm, skipped=not finite)

@@ -30,12 +30,9 @@ def rank_main(rank: int, size: int, folder: str, function: str, arguments: tuple
     torch.set_num_threads(1)
     outcome: tuple[str, Any]
     try:
-        if size > 1 or arguments[-1] == "group":
-            store = dist.FileStore(str(Path(folder) / "store"), size)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20)
-            )
-        outcome = ("ok", globals()[function](*arguments[:-1]))
+        store = dist.FileStore(str(Path(folder) / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+        outcome = ("ok", globals()[function](*arguments))
     except BaseException as error:
         outcome = ("error", (type(error).__name__, str(error), traceback.format_exc()))
     (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(outcome))
@@ -53,11 +50,9 @@ def run_case(backend: Any, case: Any) -> dict[str, Any]:
     import torch
 
     import shardkit
-    from shardkit.engines import accelerate_fsdp2
     from tests.conformance.cases import TokenLoss, batch_of, build_model, build_optimizer
 
-    # The switch of the suite: Accelerate's FSDP2 path on gloo ranks.
-    accelerate_fsdp2.AccelerateFsdp2Engine.force_cpu = True
+    allow_accelerate_fsdp2()
     world = shardkit.World.current()
     engine = shardkit.open_engine(
         backend,
@@ -70,7 +65,8 @@ def run_case(backend: Any, case: Any) -> dict[str, Any]:
         micro_batch_size=case.micro_batch_size,
     )
     loss = TokenLoss(case.scale)
-    result: dict[str, Any] = {"losses": [], "grad_norms": [], "skipped": [], "type": type(engine.model).__name__}
+    held = sum(getattr(p, "_local_tensor", p).numel() for p in engine.model.parameters())
+    result: dict[str, Any] = {"losses": [], "grad_norms": [], "skipped": [], "held": held}
     for window in range(len(case.windows)):
         cells = [step[world.rank] for step in case.cells(window, world.size)]
         micro_batches = [
@@ -89,12 +85,193 @@ def run_case(backend: Any, case: Any) -> dict[str, Any]:
                 value, _ = loss(engine.model, batch_of(case, window, [0], world.device))
             assert torch.isfinite(value)
             engine.model.train()
+    before = [i.tensor.clone() for i in engine.state()]
     result["state"] = [
         (i.kind, i.name, i.state, i.shape, i.start, i.tensor.float().clone(), str(i.tensor.dtype), i.replicated)
         for i in engine.state()
     ]
+    result["reading changed nothing"] = all(
+        torch.equal(a, i.tensor) for a, i in zip(before, engine.state(), strict=True)
+    )
     engine.close()
     return result
+
+
+def allow_accelerate_fsdp2() -> None:
+    """The switch of the suite: Accelerate's FSDP2 path on gloo ranks."""
+    import importlib.util
+
+    if importlib.util.find_spec("accelerate"):
+        from shardkit.engines.accelerate_fsdp2 import AccelerateFsdp2Engine
+
+        AccelerateFsdp2Engine.force_cpu = True
+
+
+class Scale:
+    """loss = w * number for each number of the batch: dL/dw is the sum of the numbers, in plain sight."""
+
+    def __call__(self, model: Any, batch: Any) -> tuple[Any, int]:
+        return model(batch).sum(), len(batch)
+
+    def count(self, batch: Any) -> int:
+        return len(batch)
+
+
+def run_numbers(
+    backend: Any, windows: list[list[list[list[float]]]], halving: bool = False, precision: str = "fp32"
+) -> dict[str, Any]:
+    """SGD with lr 1 on one weight that starts at 0; `windows[w][rank][micro-step]` are numbers dL/dw.
+
+    Returns the weight after each window, the gradient norms, and the lr each step used.
+    """
+    import torch
+
+    import shardkit
+
+    allow_accelerate_fsdp2()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    engine = shardkit.open_engine(
+        backend, model, lambda named: torch.optim.SGD([p for _, p in named], lr=1.0), precision=precision
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5 if halving else 1.0)
+    rank = engine.world.rank
+    result: dict[str, Any] = {"weights": [], "grad_norms": [], "lr": []}
+    for window in windows:
+        result["lr"].append(engine.optimizer.param_groups[0]["lr"])
+        batches = [torch.tensor(numbers).reshape(-1, 1) for numbers in window[rank]]
+        report = shardkit.train_step(engine, batches, Scale())
+        scheduler.step()
+        mine = [i.tensor.clone() for i in engine.state() if i.kind == "parameter"]
+        held = [v for values in engine.world.gather([float(t[0]) for t in mine]) for v in values]
+        result["weights"].append(held[0])
+        result["grad_norms"].append(report.grad_norm)
+    engine.close()
+    return result
+
+
+def run_refusals(backend: Any) -> dict[str, str]:
+    """Kind of mistake -> the error it ends in, or "no error"; the ranks stay together through all of them."""
+    import torch
+
+    import shardkit
+    from tests.conformance.cases import Case, TokenLoss, batch_of, build_model, build_optimizer
+
+    allow_accelerate_fsdp2()
+    world = shardkit.World.current()
+    found: dict[str, str] = {}
+
+    def attempt(kind: str, action: Any) -> None:
+        engines: list[Any] = []
+        try:
+            action(engines)
+            found[kind] = "no error"
+        except shardkit.ShardkitError as error:
+            found[kind] = f"{type(error).__name__}: {error}"
+        for engine in engines:
+            engine.close()
+
+    def opened(engines: list[Any], case: Case, make: Any = None, model: Any = None, precision: str = "fp32") -> Any:
+        engines.append(
+            shardkit.open_engine(
+                backend,
+                model or build_model(case),
+                make or (lambda named: build_optimizer(case, named)),
+                blocks=["blocks.*"] if model is None else [],
+                precision=precision,
+            )
+        )
+        return engines[-1]
+
+    def window(case: Case, index: int = 0) -> list[Any]:
+        return [batch_of(case, index, step[world.rank], world.device) for step in case.cells(index, world.size)]
+
+    def unused(decay: float) -> Any:
+        def action(engines: list[Any]) -> None:
+            case = Case("unused", model="unused", optimizer="adamw", weight_decay=decay)
+            engine = opened(engines, case)
+            for index in range(3):
+                shardkit.train_step(engine, window(case, index), TokenLoss())
+            moved = 0.0
+            fresh = dict(build_model(case).named_parameters())
+            for i in engine.state():
+                if i.kind == "parameter" and i.name.startswith("spare"):
+                    was = fresh[i.name].detach().reshape(-1)[i.start : i.start + i.tensor.numel()]
+                    moved = max(moved, float((was - i.tensor).abs().max()))
+            found[f"moved by decay {decay}"] = str(moved)
+
+        return action
+
+    def nonfinite(engines: list[Any]) -> None:
+        case = Case("nan", poison=0, windows=(16,), micro_batch_size=4)
+        shardkit.train_step(opened(engines, case), window(case), TokenLoss(), step=7)
+
+    def uneven(engines: list[Any]) -> None:
+        case = Case("uneven", windows=(16,))
+        engine = opened(engines, case)
+        batches = window(case)
+        shardkit.train_step(engine, batches + batches[:1] * world.rank, TokenLoss())
+
+    def empty(engines: list[Any]) -> None:
+        shardkit.train_step(opened(engines, Case("empty")), [], TokenLoss())
+
+    def stranger(engines: list[Any]) -> None:
+        other = torch.nn.Linear(2, 2)
+        opened(engines, Case("stranger"), lambda named: torch.optim.SGD(other.parameters(), lr=0.1))
+
+    def without_dimension(engines: list[Any]) -> None:
+        model = torch.nn.Linear(2, 2)
+        model.gain = torch.nn.Parameter(torch.tensor(1.0))
+        opened(engines, Case("scalar"), model=model)
+
+    def wrong_blocks(engines: list[Any]) -> None:
+        engines.append(
+            shardkit.open_engine(
+                backend,
+                build_model(Case("blocks")),
+                lambda named: build_optimizer(Case("blocks"), named),
+                blocks=["layers.*"],
+            )
+        )
+
+    def adafactor(engines: list[Any]) -> None:
+        opened(engines, Case("adafactor"), lambda named: torch.optim.Adafactor([p for _, p in named]))
+
+    def nothing_to_train(engines: list[Any]) -> None:
+        opened(engines, Case("frozen"), model=torch.nn.Linear(2, 2).requires_grad_(False))
+
+    def bf16_true(engines: list[Any]) -> None:
+        engine = opened(engines, Case("bf16-true"), precision="bf16-true")
+        shardkit.train_step(engine, window(Case("bf16-true")), TokenLoss())
+        kinds = {str(i.tensor.dtype) for i in engine.state() if i.kind != "buffer"}
+        found["bf16-true dtypes"] = ",".join(sorted(kinds))
+
+    def fp16(engines: list[Any]) -> None:
+        opened(engines, Case("fp16"), precision="fp16-mixed")
+
+    def second(engines: list[Any]) -> None:
+        """Two engines in one process, each with its own settings."""
+        case = Case("second", optimizer="sgd")
+        first = opened(engines, case)
+        other = opened(engines, case)
+        a = shardkit.train_step(first, window(case), TokenLoss())
+        b = shardkit.train_step(other, window(case), TokenLoss())
+        found["second engine differs by"] = str(abs((a.loss or 0.0) - (b.loss or 0.0)))
+
+    attempt("unused, decayed", unused(0.5))
+    attempt("unused, not decayed", unused(0.0))
+    attempt("nonfinite", nonfinite)
+    attempt("uneven windows", uneven)
+    attempt("empty window", empty)
+    attempt("stranger in the optimizer", stranger)
+    attempt("no dimension", without_dimension)
+    attempt("wrong blocks", wrong_blocks)
+    attempt("adafactor", adafactor)
+    attempt("nothing to train", nothing_to_train)
+    attempt("bf16-true", bf16_true)
+    attempt("fp16-mixed", fp16)
+    attempt("second engine", second)
+    return found
 
 
 def assemble(results: list[dict[str, Any]]) -> dict[tuple[str, str, str | None], Any]:
@@ -117,8 +294,16 @@ def assemble(results: list[dict[str, Any]]) -> dict[tuple[str, str, str | None],
                 assert torch.equal(whole[key][piece][overlap], tensor[overlap]), f"replicas differ: {key}"
             whole[key][piece] = tensor
             seen[key][piece] = True
-            whole[key] = whole[key]
     for key, mask in seen.items():
         assert mask.all(), f"no rank holds elements of {key}"
     shapes = {(k, n, s): shape for r in results for k, n, s, shape, *_ in r["state"]}
     return {key: value.reshape(shapes[key]) for key, value in whole.items()}
+
+
+def open_plain(backend: Any) -> None:
+    """Open an engine as a user would, without the suite's switch."""
+    import torch
+
+    import shardkit
+
+    shardkit.open_engine(backend, torch.nn.Linear(2, 2), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
