@@ -1,0 +1,1 @@
+"""The recipe: what it may say, where each value came from, and all that is wrong with it."""

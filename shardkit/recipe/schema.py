@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from omegaconf import MISSING
 
-# A mapping with `_target_` (a dotted path) and keyword arguments; bound to its signature before any rank starts.
-Target = dict[str, Any]
+TARGET = "_target_"
+# A mapping with `_target_`, a dotted path, and keyword arguments; bound to its signature before ranks start.
+Target = Annotated[dict[str, Any], TARGET]
 
 Complaint = tuple[str, str]  # (key inside the section, what is wrong and what to do)
 
@@ -47,7 +49,10 @@ class Batch:
 
     def check(self) -> Iterator[Complaint]:
         if self.global_batch_size < 1:
-            yield "global_batch_size", f"{self.global_batch_size} is not a number of items; expected 1 or more"
+            yield (
+                "global_batch_size",
+                f"{self.global_batch_size} is not a number of items; expected 1 or more",
+            )
         if self.micro_batch_size < 1:
             yield "micro_batch_size", f"{self.micro_batch_size} is not a number of items; expected 1 or more"
 
@@ -63,7 +68,7 @@ class Train:
     max_grad_norm: float | None = None
     # Clip by the global norm of the whole gradient; null = no clipping.
     precision: Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"] = "fp32"
-    # bf16-mixed: fp32 master weights, bf16 compute, fp32 gradient reduction, fp32 norm statistics, on every backend.
+    # bf16-mixed: fp32 master weights, bf16 compute, fp32 gradient reduction and norm statistics, everywhere.
     nonfinite: Literal["error", "skip"] = "error"
     # A NaN or infinite gradient: end the run, or leave out that step (the scheduler waits too).
 
@@ -77,7 +82,10 @@ class Train:
         if self.max_epochs is not None and self.max_epochs < 1:
             yield "max_epochs", f"{self.max_epochs} is not a number of epochs; expected 1 or more"
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            yield "max_grad_norm", f"{self.max_grad_norm} clips everything away; expected a number above 0, or null"
+            yield (
+                "max_grad_norm",
+                f"{self.max_grad_norm} clips everything away; expected a number above 0, or null",
+            )
 
 
 @dataclass
@@ -117,6 +125,10 @@ class Normalization:
 @dataclass
 class Backend:
     """Which engine runs the model: a name from backends/, a path to such a file, or this mapping inline."""
+
+    EXPECTED: ClassVar[str] = (
+        "a name from backends/, a path to such a file, or a mapping with adapter and options"
+    )
 
     name: str = MISSING
     # Shown in reports; a preset's name is its file name.
@@ -195,6 +207,11 @@ class Recipe:
         nproc = self.launch.nproc_per_node
         if isinstance(nproc, int):
             yield from self.check_world(nproc)
+        if not re.fullmatch(r"\w[\w. -]*", self.name):
+            expected = "expected letters, digits, '-', '_', '.' or spaces"
+            yield "name", f"{self.name!r} cannot name the folder under runs/; {expected}"
+        if not 0 <= self.seed < 2**63:
+            yield "seed", f"{self.seed} is not a seed; expected 0 or more"
 
     def check_world(self, world_size: int) -> Iterator[Complaint]:
         """The batch sizes must fit the number of processes: global = micro x world x a whole number."""

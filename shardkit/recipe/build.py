@@ -1,0 +1,179 @@
+"""`_target_` mappings: bound to their signatures before any rank starts, and built on the ranks.
+
+This is the second pass over a recipe: it imports what the recipe names, and so torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from shardkit.errors import Problem, RecipeError
+from shardkit.recipe import rules
+from shardkit.recipe.backend import OPTIONS, check_rules
+from shardkit.recipe.fields import Reader
+from shardkit.recipe.load import Loaded
+from shardkit.recipe.schema import TARGET, Backend, Target
+from shardkit.recipe.suggest import did_you_mean, nearest
+from shardkit.recipe.tree import Key, dotted, entries, tree_of
+
+# Arguments that the engine passes, in front of the recipe's own.
+_PASSED = {"optimizer": 1, "scheduler": 1}
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class _NotFound(Exception):
+    """A dotted path leads nowhere; says which part."""
+
+
+def check_targets(loaded: Loaded) -> list[Problem]:
+    """What keeps the recipe's targets from being built, as far as that is known without calling them."""
+    recipe = loaded.recipe
+    targets = {
+        "model": recipe.model,
+        "data.train": recipe.data.train,
+        "data.eval": recipe.data.eval,
+        "data.collate": recipe.data.collate,
+        "loss": recipe.loss,
+        "optimizer": recipe.optimizer,
+        "scheduler": recipe.scheduler,
+    }
+    return [
+        Problem(place=loaded.place(where), key=where, message=message)
+        for key, target in targets.items()
+        for where, message in _complaints(target, key)
+    ]
+
+
+def build(target: Target, *args: Any, **kwargs: Any) -> Any:
+    """Import what `_target_` names and call it, targets among its arguments first.
+
+    Raises:
+        RecipeError: there is no such thing to call.
+    """
+    try:
+        called = _find(target[TARGET])
+    except _NotFound as error:
+        raise RecipeError([Problem(place="", key=TARGET, message=str(error))]) from error
+    given = {name: _built(value) for name, value in target.items() if name != TARGET}
+    return called(*args, **{**given, **kwargs})
+
+
+def check_options(loaded: Loaded, options: type) -> list[Problem]:
+    """What is wrong with the backend's options, for an adapter that had to be imported to know them."""
+    problems: list[Problem] = []
+    values = _read_options(loaded.recipe.backend, options, problems)
+
+    def complain(key: Key, message: str) -> None:
+        problems.append(Problem(place="", key=dotted(key), message=message))
+
+    if not problems:
+        check_rules(options, values, complain)
+    return [Problem(place=loaded.place(p.key), key=p.key, message=p.message) for p in problems]
+
+
+def make_options(loaded: Loaded | Backend, options: type) -> Any:
+    """The backend's options as an instance of the adapter's dataclass.
+
+    Raises:
+        RecipeError: they are not what it takes.
+    """
+    problems: list[Problem] = []
+    backend = loaded.recipe.backend if isinstance(loaded, Loaded) else loaded
+    values = _read_options(backend, options, problems)
+    if problems:
+        raise RecipeError(problems)
+    return rules.make(options, values)
+
+
+def _read_options(backend: Backend, options: type, problems: list[Problem]) -> dict[str, Any]:
+    reader = Reader(problems, {OPTIONS: options})
+    return reader.read(tree_of(backend.options, ""), options, OPTIONS)
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, dict):
+        return build(value) if TARGET in value else {name: _built(item) for name, item in value.items()}
+    return [_built(item) for item in value] if isinstance(value, list) else value
+
+
+def _complaints(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong) for each target in a value."""
+    if isinstance(value, dict) and TARGET in value:
+        yield from _binding(value, key)
+    for name, item in entries(value):
+        yield from _complaints(item, f"{key}.{name}")
+
+
+def _binding(target: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
+    """What keeps one target from being called with its arguments."""
+    path = target[TARGET]
+    try:
+        called = _find(path)
+        parameters = list(inspect.signature(called).parameters.values())
+    except _NotFound as error:
+        yield f"{key}.{TARGET}", str(error)
+        return
+    except (TypeError, ValueError):  # written in C, without a signature: only the call can tell
+        return
+    passed = [p for p in parameters if p.kind in _POSITIONAL][: _PASSED.get(key, 0)]
+    own = [p for p in parameters if p not in passed]
+    names = [p.name for p in own if p.kind in _NAMED]
+    free = any(p.kind is p.VAR_KEYWORD for p in own)
+    meant: set[str | None] = set()
+    for name in target:
+        if name in [p.name for p in passed]:
+            yield f"{key}.{name}", "is passed by the engine; leave it out"
+        elif name not in (TARGET, *names) and not free:
+            hint = did_you_mean(name, names) or f"; it takes {', '.join(names) or 'none'}"
+            yield f"{key}.{name}", f"{path} has no argument {name!r}{hint}"
+            meant.add(nearest(name, names))
+    for p in own:
+        required = p.default is p.empty and p.kind in (*_NAMED, p.POSITIONAL_ONLY)
+        if required and p.name not in target and p.name not in meant:
+            yield key, f"{path} needs the argument {p.name!r}; expected {p.name}: VALUE in this mapping"
+
+
+def _find(path: str) -> Any:
+    """What a dotted path names, if it can be called.
+
+    Raises:
+        _NotFound: a part of it does not exist, cannot be imported, or is nothing to call.
+    """
+    first, *rest = path.split(".")
+    found = _module(first, path, list(sys.modules))
+    so_far = first
+    for part in rest:
+        outer, so_far = so_far, f"{so_far}.{part}"
+        if isinstance(found, types.ModuleType) and not hasattr(found, part):
+            found = _module(so_far, path, dir(found), outer)
+        elif not hasattr(found, part):
+            raise _NotFound(f"{path!r}: {outer!r} has no {part!r}{did_you_mean(part, dir(found))}")
+        else:
+            found = getattr(found, part)
+    if not callable(found):
+        kind = "a module" if isinstance(found, types.ModuleType) else f"{type(found).__name__} {found!r}"
+        raise _NotFound(f"{path!r} is {kind}; expected a class or a function")
+    return found
+
+
+def _module(name: str, path: str, names: list[str], outer: str = "") -> Any:
+    """Import a module on the way to `path`; `names` are what it might have been meant to be."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in (name, outer):
+            raise _NotFound(
+                f"{path!r}: importing {name!r} fails, no module is named {error.name!r}"
+            ) from error
+        last = name.rpartition(".")[2]
+        missing = f"{outer!r} has no {last!r}" if outer else f"no module is named {last!r}"
+        raise _NotFound(f"{path!r}: {missing}{did_you_mean(last, names)}") from error
+    except Exception as error:  # the module's own code may raise anything
+        said = f"{type(error).__name__}: {error}"
+        raise _NotFound(f"{path!r}: importing {name!r} fails with {said}") from error
