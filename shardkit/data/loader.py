@@ -1,0 +1,214 @@
+"""The loader: a rank's micro-batches in windows, with the same number of forwards on every rank."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import multiprocessing
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from shardkit.data.order import GlobalOrder, rank_cells, stream_seed
+from shardkit.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one forward of one rank sees."""
+
+    batch: Any
+    # As the collate function made it, on this rank's device.
+    filler: bool = False
+    # True where the window has no items left for this rank: a copy of its first item, which must count zero.
+    indices: tuple[int, ...]
+    # Sample numbers; empty for a filler.
+
+
+class Windows:
+    """The windows of one rank over a map-style data set: `for window in windows.epoch(0)`.
+
+    Raises:
+        DataError: the data set is not map-style, or not the one `order` was made for.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        order: GlobalOrder,
+        world_size: int = 1,
+        rank: int = 0,
+        micro_batch_size: int,
+        num_workers: int = 0,
+        collate: Collate | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        size = num_items(dataset)
+        if size != order.num_items:
+            raise DataError(f"the data set has {size} items, but the order was made for {order.num_items}")
+        self.order = order
+        self._dataset = dataset
+        self._place = {"world_size": world_size, "rank": rank, "micro_batch_size": micro_batch_size}
+        self._rank = rank
+        self._num_workers = num_workers
+        self._collate = collate
+        self._device = torch.device(device)
+        self._seed = seed
+
+    def epoch(self, epoch: int) -> Iterator[list[MicroBatch]]:
+        """The windows of `epoch` in order, each a list of as many micro-batches as on every other rank.
+
+        Items are made under random streams of their own (torch, numpy, random), a function of (seed, epoch,
+        rank, worker), which neither read nor move the streams the model draws from.
+        """
+        planned, ahead = itertools.tee(self._cells(epoch))
+        stream = ("items", self._seed, epoch, self._rank)
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=(list(cell or first) for cells, first in ahead for cell in cells),
+            num_workers=self._num_workers,
+            collate_fn=self._collate,
+            pin_memory=self._device.type == "cuda",
+            worker_init_fn=functools.partial(_start_worker, stream),
+            # Without one of its own, DataLoader draws a seed from the stream the model draws from.
+            generator=torch.Generator().manual_seed(stream_seed(*stream)),
+        )
+        batches = _started(loader)
+        streams = None if self._num_workers else _Streams(stream_seed(*stream))
+        for cells, _ in planned:
+            # Once a window: reading and writing the states takes 0.2 ms.
+            with streams.drawn() if streams else nullcontext():
+                made = [next(batches) for _ in cells]
+            yield [
+                MicroBatch(batch=move(batch, self._device), filler=not cell, indices=tuple(cell))
+                for batch, cell in zip(made, cells, strict=True)
+            ]
+
+    def _cells(self, epoch: int) -> Iterator[tuple[list[Sequence[int]], Sequence[int]]]:
+        """This rank's cells of each window, and what fills the empty ones."""
+        for window in self.order.windows(epoch):
+            yield rank_cells(window, **self._place), window[:1]
+
+
+def num_items(dataset: Any) -> int:
+    """How many items a map-style data set has.
+
+    Raises:
+        DataError: it is not map-style.
+    """
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not map_style:
+        raise DataError(
+            f"{type(dataset).__name__} is not a map-style data set: shardkit needs __len__ and __getitem__, "
+            "because each rank reads its own items of one global order; put the items of a stream in a list, "
+            "or in a file that can be read by number"
+        )
+    return len(dataset)
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """`value` with its tensors on `device`, inside containers, dataclasses and what has a `to` as well."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=device.type == "cuda")
+    if callable(getattr(value, "to", None)):
+        return value.to(device)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        moved = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # Past the __setattr__ that a frozen dataclass refuses with.
+            object.__setattr__(moved, field.name, move(getattr(value, field.name), device))
+        return moved
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(move(item, device) for item in value)
+    if isinstance(value, Mapping):
+        return {key: move(item, device) for key, item in value.items()}
+    return value
+
+
+def _start_worker(stream: tuple[int | str, ...], worker: int) -> None:
+    """Give a loader process random streams of its own, and leave signals to the rank.
+
+    A signal to the whole process group is meant for the ranks: they save and stop, and need their loaders
+    to do it.
+    """
+    seed = stream_seed(*stream, worker)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(name, signal.SIG_IGN)
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The batches of `loader`, whose processes end with them, or with this process.
+
+    At exit multiprocessing sends its children a SIGTERM, which these ignore, and waits for them: without a
+    kill, an error in the training process would hang it.
+    """
+    others = set(multiprocessing.active_children())
+    batches = iter(loader)
+    workers = set(multiprocessing.active_children()) - others
+    Finalize(batches, _kill, args=(workers,), exitpriority=100)
+    return batches
+
+
+def _kill(workers: set[BaseProcess]) -> None:
+    running = [worker for worker in workers if worker.is_alive()]
+    if not running or threading.current_thread() is not threading.main_thread():
+        return
+    # torch's own handler would raise here that a worker was killed.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in running:
+        worker.kill()
+        worker.join()
+    signal.signal(signal.SIGCHLD, handler)
+
+
+class _Streams:
+    """Random streams of their own for items that are made in the training process."""
+
+    def __init__(self, seed: int) -> None:
+        self._states = (
+            torch.Generator().manual_seed(seed).get_state(),
+            np.random.RandomState(seed % 2**32).get_state(),
+            random.Random(seed).getstate(),
+        )
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """The process's global CPU streams are these; afterwards they are what they were."""
+        outside = _read_states()
+        _write_states(self._states)
+        try:
+            yield
+            self._states = _read_states()
+        finally:
+            _write_states(outside)
+
+
+def _read_states() -> tuple[Any, Any, Any]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _write_states(states: tuple[Any, Any, Any]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
