@@ -49,6 +49,14 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The `tensor` of every rank, which has the same shape on all, along a new first dim of `size`."""
+        if self.size == 1:
+            return tensor[None]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor)
+        return torch.stack(parts)
+
     def gather(self, value: Any) -> list[Any]:
         """The picklable `value` of every rank, in rank order. Not for hot paths."""
         if self.size == 1:
@@ -94,7 +102,8 @@ def join(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[World
         torch.cuda.set_device(chosen)
     if "RANK" in os.environ:
         dist.init_process_group(
-            "nccl" if chosen.type == "cuda" else "gloo",
+            # gloo beside NCCL, for the few small tensors that live on the host.
+            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_seconds),
             rank=int(os.environ["RANK"]),
             world_size=world_size,

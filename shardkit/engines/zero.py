@@ -43,7 +43,12 @@ def zero_traits(options: DeepSpeedOptions) -> Traits:
 
 def prepare_deepspeed() -> Any:
     """Import DeepSpeed, quiet, and on plain gloo when there is no accelerator."""
-    deepspeed = importlib.import_module("deepspeed")
+    # It warns at its import that it found no accelerator, which this run knows, and logs each thing it configures.
+    logging.disable(logging.WARNING)
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+    finally:
+        logging.disable(logging.NOTSET)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     ops = importlib.import_module("deepspeed.ops")
     # On a CPU, DeepSpeed 0.19.8 compiles a shared-memory communication op at its first start, for minutes, under a

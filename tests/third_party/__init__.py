@@ -1,0 +1,1 @@
+"""A package of someone else: engines that shardkit does not know."""
