@@ -26,25 +26,43 @@ def resolve(values: dict[str, Any], reader: Reader) -> None:
     """Put the value of each of the reader's references into `values`; the rest become its problems."""
     config = OmegaConf.create(values)
     references = [reference for reference in reader.references if _written(config, reference, reader)]
-    # Text that is put together comes first: what refers to it then meets a value of the right type.
-    references.sort(key=_refers_to_one_key)
-    whole_branches = []
-    for reference in references:
+    for reference in _in_order(references):
         found = _look_up(config, values, reference, reader)
-        if OmegaConf.is_config(found):
-            whole_branches.append(reference)
-        else:
-            _keep(config, values, reference, reader, found)
-    for reference in whole_branches:
-        found = _look_up(config, values, reference, reader)
-        if OmegaConf.is_config(found):
-            found = OmegaConf.to_container(found, resolve=True)
         _keep(config, values, reference, reader, found)
 
 
 def escape(text: str) -> str:
     r"""Text that reads back as itself: ${ becomes \${."""
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)
+
+
+def _in_order(references: list[Reference]) -> list[Reference]:
+    """What is referred to comes before what refers to it, which then meets a value of the right type."""
+    waiting = {tuple(map(str, reference.key)): reference for reference in references}
+    ordered: list[Reference] = []
+
+    def visit(key: tuple[str, ...]) -> None:
+        reference = waiting.pop(key, None)
+        if reference is None:
+            return
+        for span in _SPAN.findall(reference.leaf.value):
+            wanted = _absolute(span, key)
+            for other in [k for k in waiting if k[: len(wanted)] == wanted or wanted[: len(k)] == k]:
+                visit(other)
+        ordered.append(reference)
+
+    for key in list(waiting):
+        visit(key)
+    return ordered
+
+
+def _absolute(span: str, key: tuple[str, ...]) -> tuple[str, ...]:
+    """The key a `${...}` at `key` refers to; each leading dot goes up one level."""
+    path = span[2:-1].strip()
+    name = path.lstrip(".")
+    dots = len(path) - len(name)
+    parts = tuple(part for part in re.split(r"[.\[\]]", name) if part)
+    return (*key[: max(len(key) - dots, 0)], *parts) if dots else parts
 
 
 def _refers_to_one_key(reference: Reference) -> bool:
@@ -82,7 +100,7 @@ def _look_up(config: Any, values: dict[str, Any], reference: Reference, reader: 
             if OmegaConf.is_config(holder[name]) and span != text:
                 raise _Useless(f"{span} is a mapping or a list, which cannot be put into text")
         holder[name] = text
-        return found
+        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
     except InterpolationToMissingValueError:  # a problem that is told where the value is missing
         pass
     except _Useless as useless:

@@ -64,6 +64,9 @@ def compose(text: str, at: At, key: Key, problems: list[Problem]) -> Tree | None
         hidden = _REFERENCE.sub(lambda match: match[0].translate(_STAND_INS), text)
         root = _Loader(hidden).get_single_node()
         return None if root is None else _Composer(at, problems).tree(root, at(root.start_mark), key)
+    except RecursionError:  # only of the loader without libyaml
+        place = at(yaml.Mark("", 0, 0, 0, None, 0))
+        raise _failure(place, "not valid YAML: nested too deep", dotted(key)) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = at(mark) if mark else at(yaml.Mark("", 0, 0, 0, None, 0))
