@@ -1,0 +1,44 @@
+"""The console command: `shardkit launch`, `shardkit recipes`, `shardkit backends`."""
+
+from __future__ import annotations
+
+import typer
+
+from shardkit import shipped
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Training runs on any sharding backend.")
+
+
+# Everything after `launch` is the launcher's own to read, --help too.
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def launch(context: typer.Context) -> None:
+    """Check a recipe, then run it; the same as `python -m shardkit.launch`."""
+    from shardkit.launch.__main__ import main as launch_main
+
+    raise typer.Exit(launch_main(context.args))
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that come with shardkit."""
+    _list("recipes")
+
+
+@app.command()
+def backends() -> None:
+    """List the backends that come with shardkit."""
+    _list("backends")
+
+
+def main() -> None:
+    """Run the console command."""
+    app()
+
+
+def _list(kind: shipped.Kind) -> None:
+    """Each file's name, and its first comment line: what it is."""
+    found = shipped.files(kind)
+    width = max(map(len, found), default=0)
+    for name, path in found.items():
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        typer.echo(f"{name:{width}}  {first.lstrip('# ')}".rstrip())

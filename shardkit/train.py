@@ -1,0 +1,219 @@
+"""What one rank runs, top to bottom: `python -m shardkit.train RUN_DIR`, or a recipe under an outer launcher.
+
+torch is imported only after the process is set up: a rank's output, from its first line on, is in its own log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardkit import environment, metrics, progress, run_folder
+from shardkit.engines import registry
+from shardkit.errors import RequestError
+from shardkit.launch import preflight, process
+from shardkit.launch.guard import guarded
+from shardkit.recipe.load import load
+from shardkit.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from shardkit.data.loader import Windows
+    from shardkit.loop import Journal, Outcome
+    from shardkit.recipe.load import Loaded
+    from shardkit.recipe.schema import Recipe
+    from shardkit.world import World
+
+log = logging.getLogger("shardkit.train")  # the module itself runs as __main__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Be one rank; the exit code of the process."""
+    parser = argparse.ArgumentParser(prog="python -m shardkit.train", description=__doc__)
+    parser.add_argument("target", help="the run folder, or with --outer the recipe")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--agent", type=int, help="process id of the agent that started this rank")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--outer", choices=["torchrun", "srun"], help="the launcher that started this rank")
+    asked = parser.parse_args(argv)
+    process.end_with(asked.agent)
+    process.default_signals()
+    if asked.outer:
+        loaded = load(asked.target, asked.overrides, options_of=registry.options_of)
+        # torchrun shows what a rank recorded; srun knows nothing of it.
+        return guarded(lambda: _under_outer(loaded), tell=os.dup(2) if asked.outer == "srun" else None)
+    folder = RunFolder(Path(asked.target))
+    process.take_output(folder.log(asked.rank), terminal=asked.rank == 0)
+    return guarded(lambda: _in_folder(folder))
+
+
+def train(recipe: Recipe, world: World, folder: RunFolder) -> None:
+    """Build what the recipe names, train, and say how it went."""
+    from shardkit.engines.opening import open_engine
+    from shardkit.evaluation import evaluate
+    from shardkit.loop import Cadence, fit, total_steps
+    from shardkit.losses import adapt
+    from shardkit.optimizer import maker
+    from shardkit.recipe.build import build
+    from shardkit.seeds import seed_alike, seed_apart
+
+    registry.load(recipe.backend.adapter)  # the libraries it imports bring loggers of their own
+    process.quiet_libraries()
+    seed_alike(recipe.seed)
+    model = build(recipe.model)
+    windows, eval_windows = _open_windows(recipe, world)
+    loss = adapt(build(recipe.loss))
+    engine = open_engine(
+        recipe.backend,
+        model,
+        maker(recipe.optimizer, recipe.parameter_groups),
+        world=world,
+        max_grad_norm=recipe.train.max_grad_norm,
+        precision=recipe.train.precision,
+        blocks=recipe.blocks,
+        micro_batch_size=recipe.batch.micro_batch_size,
+    )
+    scheduler = build(recipe.scheduler, engine.optimizer) if recipe.scheduler is not None else None
+    seed_apart(recipe.seed, world.rank)
+    cadence = Cadence(
+        steps=total_steps(recipe.train, windows.order.steps_per_epoch),
+        metrics_every=recipe.metrics.every,
+        evaluate_every=recipe.evaluation.every,
+    )
+    journal = _open_journal(recipe, world, folder, cadence.steps)
+    try:
+        outcome = fit(
+            engine,
+            windows,
+            loss,
+            nonfinite=recipe.train.nonfinite,
+            cadence=cadence,
+            scheduler=scheduler,
+            evaluate=(lambda: evaluate(engine, eval_windows, loss)) if eval_windows is not None else None,
+            journal=journal,
+        )
+    finally:
+        journal.close()
+    engine.close()
+    if world.rank == 0:
+        log.info("%s", _summary(outcome, folder))
+
+
+def _in_folder(folder: RunFolder) -> int:
+    """Train the recipe that the launcher has put into `folder`."""
+    from shardkit.world import join
+
+    recipe = load(folder.recipe, [], options_of=registry.options_of).recipe
+    with join(recipe.launch.device, recipe.launch.timeout_seconds) as world:
+        if world.rank == 0:
+            environment.add_world(folder, world)
+        train(recipe, world, folder)
+    return 0
+
+
+def _under_outer(loaded: Loaded) -> int:
+    """Check the recipe on all ranks, agree on rank 0's run folder, and train there."""
+    from shardkit.world import join
+
+    recipe = loaded.recipe
+    with join(recipe.launch.device, recipe.launch.timeout_seconds) as world:
+        refused = [line for line in world.gather(_problems(loaded, world.size)) if line]
+        chosen, why = world.gather(_make_folder(loaded) if world.rank == 0 and not refused else ("", ""))[0]
+        refused += [why] if why else []
+        if refused:
+            if world.rank == 0:
+                print(refused[0], file=sys.stderr, flush=True)
+            world.barrier()
+            return RequestError.exit_code
+        folder = RunFolder(Path(chosen))
+        process.take_output(folder.log(world.rank), terminal=world.rank == 0)
+        try:
+            train(recipe, world, folder)
+        except Exception as error:
+            if world.rank == 0:
+                metrics.end(folder.metrics, status="failed", error=f"{type(error).__name__}: {error}")
+            raise
+    return 0
+
+
+def _problems(loaded: Loaded, world_size: int) -> str:
+    """What the second pass refuses on this rank's machine; empty when it passes."""
+    try:
+        preflight.check(loaded, world_size=world_size)
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+def _make_folder(loaded: Loaded) -> tuple[str, str]:
+    """(the new run folder, "") or ("", why there is none)."""
+    try:
+        folder = run_folder.choose(loaded.recipe.name, loaded.recipe.run_dir)
+        folder.create(loaded.to_yaml())
+    except RequestError as error:
+        return "", str(error)
+    environment.write_machine(folder, environment.command_line())
+    return str(folder.path.resolve()), ""
+
+
+def _open_windows(recipe: Recipe, world: World) -> tuple[Windows, Windows | None]:
+    """This rank's windows for training and for evaluation."""
+    from shardkit.data.loader import Windows, num_items
+    from shardkit.data.order import GlobalOrder
+    from shardkit.recipe.build import build
+
+    data, batch = recipe.data, recipe.batch
+
+    def cut(dataset: object, order: GlobalOrder, micro_batch_size: int) -> Windows:
+        return Windows(
+            dataset,
+            order=order,
+            world_size=world.size,
+            rank=world.rank,
+            micro_batch_size=micro_batch_size,
+            num_workers=data.num_workers,
+            collate=build(data.collate) if data.collate is not None else None,
+            device=world.device,
+            seed=recipe.seed,
+        )
+
+    items = build(data.train)
+    order = GlobalOrder(
+        num_items=num_items(items),
+        global_batch_size=batch.global_batch_size,
+        seed=recipe.seed,
+        shuffle=data.shuffle,
+        drop_last=data.drop_last,
+    )
+    windows = cut(items, order, batch.micro_batch_size)
+    if data.eval is None:
+        return windows, None
+    items = build(data.eval)
+    size = recipe.evaluation.micro_batch_size or batch.micro_batch_size
+    order = GlobalOrder.for_evaluation(num_items(items), world_size=world.size, micro_batch_size=size)
+    return windows, cut(items, order, size)
+
+
+def _open_journal(recipe: Recipe, world: World, folder: RunFolder, steps: int) -> Journal:
+    from shardkit.loop import Journal
+
+    if world.rank != 0:
+        return Journal(writers=[], progress=progress.Silent())
+    writers: list[metrics.Writer] = [metrics.MetricsFile(folder.metrics)]
+    if recipe.metrics.tensorboard:
+        writers.append(metrics.TensorBoard(folder.tensorboard))
+    return Journal(writers=writers, progress=progress.open_progress(steps))
+
+
+def _summary(outcome: Outcome, folder: RunFolder) -> str:
+    scores = outcome.scores
+    evaluated = "".join(f", eval {name} {value:.4g}" for name, value in scores.values.items()) if scores else ""
+    return f"shardkit: completed {outcome.steps} steps in {outcome.seconds:.1f} s{evaluated}; run folder {folder.path}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

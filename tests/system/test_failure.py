@@ -1,0 +1,90 @@
+"""A rank that fails ends the run in seconds, and the cause is named once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.system.launches import Ended, launch, metrics
+
+FAULTS = {
+    "raise": ["data.train.fault=raise"],
+    "kill": ["data.train.fault=kill"],
+    "exit": ["data.train.fault=exit", "data.train.rank=0", "launch.nproc_per_node=1"],
+    "nan": ["data.train.fault=nan"],
+    "hang": ["data.train.fault=hang", "launch.timeout_seconds=3"],
+}
+
+
+@pytest.fixture(scope="module")
+def failed(project: Path) -> dict[str, Ended]:
+    """A run for each fault, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = {
+            name: pool.submit(launch, project, "toy.yaml", f"run_dir=runs/{name}", *more)
+            for name, more in FAULTS.items()
+        }
+    return {name: run.result() for name, run in runs.items()}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failed_run_ends_in_seconds_with_code_1(failed: dict[str, Ended], project: Path, fault: str) -> None:
+    assert failed[fault].code == 1, failed[fault].err
+    # 1 to 4 s on an idle machine.
+    assert failed[fault].at - (project / f"{fault}.now").stat().st_mtime < 20
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_metrics_say_how_it_ended(failed: dict[str, Ended], project: Path, fault: str) -> None:
+    lines = metrics(project / "runs" / fault)
+    assert lines[-1]["kind"] == "end" and lines[-1]["status"] == "failed"
+    assert lines[-1]["steps"] == lines[-2]["step"] > 0
+    assert lines[-1]["error"] in failed[fault].err
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_of_the_agent_is_left_in_the_run_folder(failed: dict[str, Ended], project: Path, fault: str) -> None:
+    logs = project / "runs" / fault / "logs"
+    assert {path.name for path in logs.iterdir()} <= {"rank-0.log", "rank-1.log"}
+
+
+def test_the_raising_rank_is_named_with_its_traceback_exactly_once(failed: dict[str, Ended]) -> None:
+    err = failed["raise"].err
+    first, _, rest = err.partition("shardkit: rank 1 failed: ValueError: no such row in the middle of the night\n")
+    assert rest.startswith("Traceback (most recent call last):")
+    assert err.count("Traceback") == 1
+    assert rest.count("ValueError: no such row in the middle of the night") == 1
+    assert "runs/raise/logs/rank-1.log" in rest
+    assert "closed by peer" not in err and "ChildFailedError" not in err
+    assert "rank" not in first.replace("printed by rank", "").replace("for 2 ranks", "")
+
+
+def test_the_log_of_the_failed_rank_has_the_traceback(failed: dict[str, Ended], project: Path) -> None:
+    assert failed["raise"].code == 1
+    assert "no such row in the middle of the night" in (project / "runs/raise/logs/rank-1.log").read_text()
+
+
+def test_a_killed_rank_is_named_with_the_signal(failed: dict[str, Ended]) -> None:
+    assert failed["kill"].err.count("shardkit: rank 1 was killed by SIGKILL") == 1
+    assert "memory" in failed["kill"].err
+    assert "Traceback" not in failed["kill"].err
+
+
+def test_a_rank_that_exits_by_itself_is_named_with_its_code(failed: dict[str, Ended]) -> None:
+    assert "shardkit: rank 0 failed" in failed["exit"].err
+    assert "sys.exit(7)" in failed["exit"].err
+
+
+def test_a_loss_that_is_nan_is_named_with_rank_and_step(failed: dict[str, Ended], project: Path) -> None:
+    err = failed["nan"].err
+    last = metrics(project / "runs/nan")[-2]["step"]
+    assert f"step {last + 1}: the loss is nan on rank 1" in err
+    # shardkit's own errors say it all in their message; the traceback is for the log.
+    assert "Traceback" not in err
+    assert "NonFiniteError" in (project / "runs/nan/logs/rank-1.log").read_text()
+
+
+def test_a_rank_that_hangs_is_the_one_to_look_at(failed: dict[str, Ended]) -> None:
+    assert "waited for: rank 1" in failed["hang"].err
