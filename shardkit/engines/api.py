@@ -41,6 +41,8 @@ class Traits:
     # Values of train.precision it honours.
     max_world_size: int | None = None
     # The largest world it runs in; None = any.
+    world_multiple: int = 1
+    # The number of processes must be a multiple of it.
     needs_process_group: bool = True
     # False: also runs in a process that joined no group.
     unused_parameters: Literal["kept", "refused", "refused when decayed"] = "kept"

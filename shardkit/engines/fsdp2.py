@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -18,7 +19,6 @@ from shardkit.engines.options import Fsdp2Options
 from shardkit.engines.start import check_parameters
 from shardkit.engines.units import find_units
 from shardkit.engines.whole import autocast, clipped_step, whole_state
-from shardkit.errors import BackendError
 from shardkit.world import World
 
 
@@ -29,7 +29,7 @@ class Fsdp2Engine(Engine):
 
     @classmethod
     def describe(cls, options: Fsdp2Options) -> Traits:
-        return fsdp2_traits()
+        return replace(fsdp2_traits(), world_multiple=options.replicas)
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: Fsdp2Options
@@ -132,15 +132,7 @@ def offload_policy(cpu_offload: bool) -> OffloadPolicy:
 
 
 def device_mesh(world: World, replicas: int) -> DeviceMesh:
-    """One axis of shards, or (replicas, shards) for hybrid sharding.
-
-    Raises:
-        BackendError: the replicas do not divide the ranks.
-    """
-    if replicas < 1 or world.size % replicas:
-        raise BackendError(
-            f"backend.options.replicas: {replicas} does not divide {world.size} processes; expected a divisor"
-        )
+    """One axis of shards, or (replicas, shards) for hybrid sharding."""
     if replicas == 1:
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     return init_device_mesh(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,12 @@ from torch import nn
 
 from shardkit.engines import registry
 from shardkit.engines.api import Engine, EngineSettings, MakeOptimizer, NamedParameters, Precision, Traits
+from shardkit.engines.checks import optimizer_refusal, refusals
 from shardkit.engines.start import same_start
 from shardkit.engines.units import find_units
 from shardkit.errors import BackendError
 from shardkit.recipe.backend import load_backend
+from shardkit.recipe.build import make_options
 from shardkit.recipe.schema import Backend
 from shardkit.world import World
 
@@ -50,11 +51,11 @@ def open_engine(
     chosen = backend if isinstance(backend, Backend) else load_backend(backend, options_of=registry.options_of)
     world = world or World.current()
     adapter = registry.load(chosen.adapter)
-    options = make_options(adapter, chosen.options)
+    options = make_options(chosen, adapter.Options)
     traits = adapter.describe(options)
-    problems = list(refusals(traits, chosen.name, device=world.device.type, size=world.size, precision=precision))
+    problems = refusals(traits, chosen.name, device=world.device.type, size=world.size, precision=precision)
     if problems:
-        raise BackendError("\n".join(problems))
+        raise BackendError("\n".join(message for _, message in problems))
     if traits.needs_process_group and not world.distributed:
         raise BackendError(
             f"backend {chosen.name!r} needs a process group, and this process joined none; start with "
@@ -74,51 +75,6 @@ def open_engine(
         micro_batch_size=micro_batch_size,
     )
     return adapter(model, _checked(make_optimizer, traits, chosen.name), settings, options)
-
-
-def make_options(adapter: type[Engine], options: Mapping[str, Any]) -> Any:
-    """The adapter's options dataclass filled from a mapping.
-
-    Raises:
-        BackendError: an option does not exist.
-    """
-    known = {field.name for field in dataclasses.fields(adapter.Options)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise BackendError(
-            f"backend.options: {', '.join(map(repr, unknown))} unknown to {adapter.__name__}; "
-            f"expected one of {', '.join(sorted(known)) or 'nothing'}"
-        )
-    return adapter.Options(**options)
-
-
-def refusals(traits: Traits, name: str, *, device: str, size: int, precision: str) -> list[str]:
-    """What a backend cannot honour, a sentence each; known without building anything."""
-    found = []
-    if device in traits.refusals:
-        found.append(f"backend {name!r}: {traits.refusals[device]}")
-    elif device not in traits.devices:
-        found.append(f"backend {name!r} does not run on {device}; it runs on {', '.join(sorted(traits.devices))}")
-    if traits.max_world_size is not None and size > traits.max_world_size:
-        found.append(
-            f"backend {name!r} runs {traits.max_world_size} process, not {size}: set launch.nproc_per_node="
-            f"{traits.max_world_size}, or choose a backend for several, as ddp"
-        )
-    if precision not in traits.precisions:
-        found.append(
-            f"backend {name!r} does not train in {precision}; it trains in {', '.join(sorted(traits.precisions))}"
-        )
-    return found
-
-
-def optimizer_refusal(traits: Traits, name: str, optimizer: str) -> str | None:
-    """The sentence that refuses an optimizer class by its name, or None."""
-    if optimizer in traits.refused_optimizers:
-        return (
-            f"backend {name!r} would train {optimizer} wrongly: it needs whole tensors, and this backend holds "
-            "shards; use AdamW or SGD, or a backend that keeps parameters whole, as ddp"
-        )
-    return None
 
 
 def _checked(make_optimizer: MakeOptimizer, traits: Traits, name: str) -> MakeOptimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,10 @@ class Fsdp2Options:
     # Parameters, gradients and optimizer state live in host memory between uses.
     replicas: int = 1
     # Hybrid sharding: copies of the sharded model; must divide the number of processes.
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        if self.replicas < 1:
+            yield "replicas", f"{self.replicas} copies hold no model; expected 1 or more"
 
 
 @dataclass(kw_only=True)
@@ -65,3 +70,7 @@ class DeepSpeedOptions:
     # Elements gathered ahead of their use (stage 3).
     stage3_max_live_parameters: int = 1_000_000_000
     # Elements that may be gathered at a time (stage 3).
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        if self.offload_parameters and self.stage != 3:
+            yield "offload_parameters", f"stage {self.stage} keeps parameters whole; they can be offloaded in stage 3"

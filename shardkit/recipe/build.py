@@ -5,6 +5,7 @@ This is the second pass over a recipe: it imports what the recipe names, and so 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -21,6 +22,7 @@ from shardkit.recipe.schema import TARGET, Backend, Target
 from shardkit.recipe.suggest import did_you_mean, nearest
 from shardkit.recipe.tree import Key, dotted, entries, tree_of
 
+PARTIAL = "_partial_"
 # Arguments that the engine passes, in front of the recipe's own.
 _PASSED = {"optimizer": 1, "scheduler": 1}
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -53,6 +55,9 @@ def check_targets(loaded: Loaded) -> list[Problem]:
 def build(target: Target, *args: Any, **kwargs: Any) -> Any:
     """Import what `_target_` names and call it, targets among its arguments first.
 
+    With `_partial_: true` it is not called: the result is the thing itself with the given arguments bound, as a
+    collate function wants to be.
+
     Raises:
         RecipeError: there is no such thing to call.
     """
@@ -60,7 +65,9 @@ def build(target: Target, *args: Any, **kwargs: Any) -> Any:
         called = _find(target[TARGET])
     except _NotFound as error:
         raise RecipeError([Problem(place="", key=TARGET, message=str(error))]) from error
-    given = {name: _built(value) for name, value in target.items() if name != TARGET}
+    given = {name: _built(value) for name, value in target.items() if name not in (TARGET, PARTIAL)}
+    if target.get(PARTIAL):
+        return functools.partial(called, *args, **{**given, **kwargs})
     return called(*args, **{**given, **kwargs})
 
 
@@ -129,11 +136,14 @@ def _binding(target: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
     for name in target:
         if name in [p.name for p in passed]:
             yield f"{key}.{name}", "is passed by the engine; leave it out"
-        elif name not in (TARGET, *names) and not free:
+        elif name not in (TARGET, PARTIAL, *names) and not free:
             hint = did_you_mean(name, names) or f"; it takes {', '.join(names) or 'none'}"
             yield f"{key}.{name}", f"{path} has no argument {name!r}{hint}"
             meant.add(nearest(name, names))
-    for p in own:
+    partial = target.get(PARTIAL, False)
+    if not isinstance(partial, bool):
+        yield f"{key}.{PARTIAL}", f"{partial!r} is not true or false"
+    for p in own if partial is not True else []:
         required = p.default is p.empty and p.kind in (*_NAMED, p.POSITIONAL_ONLY)
         if required and p.name not in target and p.name not in meant:
             yield key, f"{path} needs the argument {p.name!r}; expected {p.name}: VALUE in this mapping"

@@ -210,6 +210,8 @@ class Recipe:
         if not re.fullmatch(r"\w[\w. -]*", self.name):
             expected = "expected letters, digits, '-', '_', '.' or spaces"
             yield "name", f"{self.name!r} cannot name the folder under runs/; {expected}"
+        if self.evaluation.every is not None and self.data.eval is None:
+            yield "evaluation.every", "there is nothing to evaluate: give data.eval, or leave this out"
         if not 0 <= self.seed < 2**63:
             yield "seed", f"{self.seed} is not a seed; expected 0 or more"
 

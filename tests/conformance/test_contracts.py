@@ -85,11 +85,11 @@ def test_reading_the_state_changes_nothing(runs: Any, backend: str, world: int, 
 
 def test_what_the_traits_call_sharded_is_sharded(runs: Any, backend: str, world: int) -> None:
     from shardkit.engines import registry
-    from shardkit.engines.opening import make_options
+    from shardkit.recipe.build import make_options
 
     chosen = backend_named(backend)
     adapter = registry.load(chosen.adapter)
-    traits = adapter.describe(make_options(adapter, chosen.options))
+    traits = adapter.describe(make_options(chosen, adapter.Options))
     shards = chosen.options.get("replicas", 1)
     for result in runs(backend, world)["groups"]["ranks"]:
         total = sum(math.prod(shape) for kind, _, _, shape, *_ in _unique(result) if kind == "parameter")

@@ -9,7 +9,7 @@ import pytest
 
 from shardkit.engines import registry
 from shardkit.engines.api import Traits
-from shardkit.engines.opening import make_options
+from shardkit.recipe.build import make_options
 from shardkit.recipe.backend import load_backend
 from tests.conformance.conftest import ONE_PROCESS, backend_named
 
@@ -33,7 +33,7 @@ def refusals(launch_ranks: Callable[..., list[Any]]) -> Callable[[str], dict[str
 def traits_of(backend: str) -> Traits:
     chosen = backend_named(backend)
     adapter = registry.load(chosen.adapter)
-    return adapter.describe(make_options(adapter, chosen.options))
+    return adapter.describe(make_options(chosen, adapter.Options))
 
 
 def test_an_unused_parameter_is_kept_or_refused_by_name(refusals: Any, backend: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from shardkit.errors import RecipeError
 from shardkit.recipe.build import build, check_options, check_targets, make_options
-from tests.unit.recipe.conftest import Load
+from tests.unit.recipe.conftest import Load, Refuse
 
 
 @dataclass(kw_only=True)
@@ -120,3 +120,22 @@ def test_options_of_others_are_checked_when_they_are_known(load_text: Load) -> N
         assert hint in problem.message
     with pytest.raises(RecipeError, match="did you mean 'depth'"):
         make_options(loaded("{dept: 3}"), Options)
+
+
+def join(items: list[int], *, sep: str) -> str:
+    return sep.join(map(str, items))
+
+
+def test_a_partial_target_is_the_function_itself(load_text: Load) -> None:
+    path = f"{__name__}.join"
+    assert problems(load_text, f"data.collate={{_target_: {path}, _partial_: true, sep: '-'}}") == []
+    assert build({"_target_": path, "_partial_": True, "sep": "-"})([1, 2]) == "1-2"
+    wrong = problems(load_text, f"data.collate={{_target_: {path}, _partial_: yes, sepp: '-'}}")
+    keys = {key: message for _, key, message in wrong}
+    assert "did you mean 'sep'" in keys["data.collate.sepp"]
+    assert "not true or false" in keys["data.collate._partial_"]
+
+
+def test_evaluating_without_data_to_evaluate_is_refused(refuse: Refuse) -> None:
+    (problem,) = refuse("evaluation.every=5")
+    assert problem.key == "evaluation.every" and "give data.eval" in problem.message
