@@ -26,7 +26,7 @@ def maker(target: dict[str, Any], groups: Sequence[ParameterGroup]) -> MakeOptim
 
 
 def grouped(named: NamedParameters, groups: Sequence[ParameterGroup]) -> list[Any]:
-    """The parameters as torch optimizers take them: one dict a group, the unmatched in one with no options.
+    """The parameters as torch optimizers take them: the unmatched first, with no options, then a dict a group.
 
     Raises:
         RequestError: a group gets no parameter.
@@ -38,8 +38,9 @@ def grouped(named: NamedParameters, groups: Sequence[ParameterGroup]) -> list[An
         first = next((i for i, group in enumerate(groups) if fnmatch.fnmatchcase(name, group.match)), len(groups))
         members[first].append(parameter)
     _refuse_empty([name for name, _ in named], groups, members)
-    options: list[dict[str, Any]] = [dict(group.options) for group in groups] + [{}]
-    return [{"params": own, **more} for own, more in zip(members, options, strict=True) if own]
+    options = [dict(group.options) for group in groups]
+    matched = [{"params": own, **more} for own, more in zip(members, options, strict=False)]
+    return [{"params": members[-1]}, *matched] if members[-1] else matched
 
 
 def _refuse_empty(names: list[str], groups: Sequence[ParameterGroup], members: list[list[Any]]) -> None:

@@ -6,6 +6,7 @@ torch is imported only after the process is set up: a rank's output, from its fi
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import sys
@@ -61,7 +62,7 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> None:
     from shardkit.recipe.build import build
     from shardkit.seeds import seed_alike, seed_apart
 
-    registry.load(recipe.backend.adapter)  # the libraries it imports bring loggers of their own
+    _import_backend(recipe.backend.adapter)
     process.quiet_libraries()
     seed_alike(recipe.seed)
     model = build(recipe.model)
@@ -138,6 +139,17 @@ def _under_outer(loaded: Loaded) -> int:
                 metrics.end(folder.metrics, status="failed", error=f"{type(error).__name__}: {error}")
             raise
     return 0
+
+
+def _import_backend(adapter: str) -> None:
+    """Import an adapter with its libraries, so that the loggers these bring can be told to be quiet."""
+    registry.load(adapter)
+    registration = registry.BUILT_IN.get(adapter)
+    # While they are imported they only tell what they find, like that there is no accelerator.
+    logging.disable(logging.WARNING)
+    for library in registration.needs if registration else ():
+        importlib.import_module(library)
+    logging.disable(logging.NOTSET)
 
 
 def _problems(loaded: Loaded, world_size: int) -> str:

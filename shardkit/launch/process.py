@@ -71,10 +71,12 @@ def log_to_output() -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep the loggers of imported libraries from telling what they do, step by step."""
+    """Let the loggers of the libraries imported so far warn, and do so where the root logger writes."""
     for name, logger in logging.root.manager.loggerDict.items():
         if isinstance(logger, logging.Logger) and name.partition(".")[0] != "shardkit":
             logger.setLevel(max(logger.getEffectiveLevel(), logging.WARNING))
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 class _Terminal(logging.StreamHandler):
