@@ -37,8 +37,7 @@ class Digits:
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise RequestError(
-                "the data set Digits needs scikit-learn, which is not installed. "
-                "pip install 'shardkit[examples]'"
+                "the data set Digits needs scikit-learn, which is not installed. pip install 'shardkit[examples]'"
             ) from error
         images, labels = load_digits(return_X_y=True)
         order = np.random.RandomState(0).permutation(len(labels))

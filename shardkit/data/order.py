@@ -37,9 +37,7 @@ def cut(num_items: int, *, world_size: int, micro_batch_size: int) -> Cut:
     return Cut(micro_steps=micro_steps, sizes=sizes)
 
 
-def rank_cells(
-    window: Sequence[int], *, world_size: int, rank: int, micro_batch_size: int
-) -> list[Sequence[int]]:
+def rank_cells(window: Sequence[int], *, world_size: int, rank: int, micro_batch_size: int) -> list[Sequence[int]]:
     """The items of `window` that `rank` sees, one sequence a micro-step; empty where it has none."""
     plan = cut(len(window), world_size=world_size, micro_batch_size=micro_batch_size)
     starts = [0]
@@ -67,9 +65,7 @@ class GlobalOrder:
 
     def __post_init__(self) -> None:
         if self.num_items < 1:
-            raise DataError(
-                "the data set is empty; expected 1 item or more: check the path or filter it is built from"
-            )
+            raise DataError("the data set is empty; expected 1 item or more: check the path or filter it is built from")
         if self.drop_last and self.num_items < self.global_batch_size:
             raise DataError(
                 f"data.drop_last leaves nothing to train on: the data set has {self.num_items} items, fewer "

@@ -36,9 +36,7 @@ class Topics:
         self.tokens = text[:start] if split == "train" else text[start:]
         self.context = context
         if not 1 <= context < len(self.tokens):
-            raise RequestError(
-                f"context {context} is not possible; expected 1 to {len(self.tokens) - 1} bytes"
-            )
+            raise RequestError(f"context {context} is not possible; expected 1 to {len(self.tokens) - 1} bytes")
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.context

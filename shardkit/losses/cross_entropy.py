@@ -87,6 +87,4 @@ def find_class_dim(logits: torch.Size, targets: torch.Size, asked: int | None = 
             "loss.class_dim=-1, usual for sequences, or loss.class_dim=1, usual for images"
         )
     where = "last or second" if asked is None else f"at class_dim={asked}"
-    raise DataError(
-        f"{shapes[0]} do not fit {shapes[1]}; expected one more dimension for the classes, {where}"
-    )
+    raise DataError(f"{shapes[0]} do not fit {shapes[1]}; expected one more dimension for the classes, {where}")

@@ -78,9 +78,7 @@ class TorchLoss:
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, Count]]:
         outputs, targets = forward(model, batch), pair(batch)[1]
-        metrics: dict[str, tuple[torch.Tensor, Count]] = {
-            "loss": (self._sum(outputs, batch), self.count(batch))
-        }
+        metrics: dict[str, tuple[torch.Tensor, Count]] = {"loss": (self._sum(outputs, batch), self.count(batch))}
         if self._kind in _BY_CLASS and not targets.is_floating_point():
             valid = targets != self._module.ignore_index
             correct = (outputs.argmax(1 if outputs.ndim > 1 else 0) == targets) & valid

@@ -30,9 +30,7 @@ class ResNet(nn.Module):
         blocks, rest = divmod(depth - 2, 6)
         if rest or blocks < 1:
             near = max(blocks, 1) * 6 + 2
-            raise RequestError(
-                f"model.depth: {depth} is not 6n + 2; the nearest that are: {near} and {near + 6}"
-            )
+            raise RequestError(f"model.depth: {depth} is not 6n + 2; the nearest that are: {near} and {near + 6}")
         self.stem = nn.Sequential(*_convolution_and_norm(in_channels, width), nn.ReLU())
         self.stages = nn.ModuleList(
             [

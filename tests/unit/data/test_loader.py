@@ -61,9 +61,7 @@ class Killed(Squares):
         return super().__getitem__(index)
 
 
-def windows(
-    dataset, world: int = 1, rank: int = 0, *, batch: int = 4, micro: int = 2, shuffle=True, **options
-):
+def windows(dataset, world: int = 1, rank: int = 0, *, batch: int = 4, micro: int = 2, shuffle=True, **options):
     order = GlobalOrder(num_items=len(dataset), global_batch_size=batch, shuffle=shuffle)
     return Windows(dataset, order=order, world_size=world, rank=rank, micro_batch_size=micro, **options)
 
@@ -119,9 +117,7 @@ def test_an_iterator_keeps_its_epoch_when_another_is_made():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_no_two_ranks_workers_or_epochs_share_a_random_stream(num_workers):
     streams = [
-        draws(epoch, world=2, rank=rank, micro=1, num_workers=num_workers)
-        for rank in (0, 1)
-        for epoch in (0, 1)
+        draws(epoch, world=2, rank=rank, micro=1, num_workers=num_workers) for rank in (0, 1) for epoch in (0, 1)
     ]
     for kind in range(3):
         values = [item[kind] for stream in streams for item in stream]
@@ -154,15 +150,11 @@ def test_drawing_between_windows_does_not_move_the_streams_of_the_items():
 def test_an_error_in_the_data_set_keeps_its_type_and_traceback(num_workers):
     with pytest.raises(ValueError, match="is rotten") as caught:
         next(windows(Broken(), num_workers=num_workers).epoch(0))
-    assert "__getitem__" in str(caught.value) or any(
-        entry.name == "__getitem__" for entry in caught.traceback
-    )
+    assert "__getitem__" in str(caught.value) or any(entry.name == "__getitem__" for entry in caught.traceback)
 
 
 def test_loader_processes_outlive_signals_to_the_process_group():
-    seen = [
-        index for window in windows(Killed(), num_workers=2).epoch(0) for m in window for index in m.indices
-    ]
+    seen = [index for window in windows(Killed(), num_workers=2).epoch(0) for m in window for index in m.indices]
     assert sorted(seen) == list(range(11))
 
 

@@ -46,9 +46,7 @@ def test_every_rank_runs_the_fewest_micro_steps_that_hold_the_window():
 
 def test_cells_hold_the_window_in_order_and_differ_by_at_most_one_item():
     for n, world, _, micro in SHAPES:
-        ranks = [
-            rank_cells(range(n), world_size=world, rank=rank, micro_batch_size=micro) for rank in range(world)
-        ]
+        ranks = [rank_cells(range(n), world_size=world, rank=rank, micro_batch_size=micro) for rank in range(world)]
         in_order = [cell for step in zip(*ranks, strict=True) for cell in step]
         assert [item for cell in in_order for item in cell] == list(range(n))
         sizes = [len(cell) for cell in in_order]
@@ -120,8 +118,6 @@ def test_drop_last_that_leaves_nothing_says_what_to_do():
 
 
 def test_stream_seeds_differ_where_sums_of_their_parts_do_not():
-    seeds = {
-        stream_seed("items", seed, epoch, rank) for seed, epoch, rank in itertools.product(range(5), repeat=3)
-    }
+    seeds = {stream_seed("items", seed, epoch, rank) for seed, epoch, rank in itertools.product(range(5), repeat=3)}
     assert len(seeds) == 125
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -16,9 +16,7 @@ def test_resnet_has_as_many_weighted_layers_as_its_depth(depth):
     model = ResNet(depth=depth, in_channels=1, num_classes=7, width=4)
     in_shortcuts = [module for name, module in model.named_modules() if "shortcut" in name]
     layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Conv2d | nn.Linear) and module not in in_shortcuts
+        module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear) and module not in in_shortcuts
     ]
     assert len(layers) == depth
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 7)
@@ -30,9 +28,7 @@ def test_new_resnet_blocks_pass_their_shortcut_on():
     assert torch.equal(block(features), features)
 
 
-@pytest.mark.parametrize(
-    ("depth", "near"), [(21, "20 and 26"), (2, "8 and 14"), (0, "8 and 14"), (-8, "8 and 14")]
-)
+@pytest.mark.parametrize(("depth", "near"), [(21, "20 and 26"), (2, "8 and 14"), (0, "8 and 14"), (-8, "8 and 14")])
 def test_resnet_refuses_depths_that_do_not_exist(depth, near):
     with pytest.raises(RequestError, match=f"{depth} is not 6n .*{near}"):
         ResNet(depth=depth)

@@ -20,8 +20,7 @@ NEEDS = {"digits-resnet": ["sklearn"], "hf-resnet": ["sklearn", "transformers"],
 RECIPES = list(shipped.files("recipes"))
 # Importing transformers takes seconds.
 MARKED = [
-    pytest.param(name, marks=pytest.mark.slow) if "transformers" in NEEDS.get(name, []) else name
-    for name in RECIPES
+    pytest.param(name, marks=pytest.mark.slow) if "transformers" in NEEDS.get(name, []) else name for name in RECIPES
 ]
 
 
@@ -38,9 +37,7 @@ def test_recipes_divide_into_micro_steps_at_world_sizes_1_2_and_4(recipe, world_
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_open_with_their_command_and_an_override(recipe):
-    comments = [
-        line for line in shipped.files("recipes")[recipe].read_text().splitlines() if line.startswith("#")
-    ]
+    comments = [line for line in shipped.files("recipes")[recipe].read_text().splitlines() if line.startswith("#")]
     commands = [line for line in comments if f"python -m shardkit.launch recipes/{recipe}.yaml" in line]
     assert len(commands) == 2
     assert "=" in commands[1]
