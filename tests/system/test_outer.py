@@ -13,7 +13,7 @@ from tests.system.launches import Ended, finish, launch, metrics, start
 
 @pytest.fixture(scope="module")
 def torchrun(project: Path) -> Ended:
-    arguments = ["--standalone", "--nproc-per-node=2", "-m", "shardkit.launch", "toy.yaml"]
+    arguments = ["--standalone", "--nproc-per-node=2", "--log-dir=elastic", "-m", "shardkit.launch", "toy.yaml"]
     return launch(project, *arguments, "launch.nproc_per_node=1", module="torch.distributed.run")
 
 
