@@ -1,7 +1,7 @@
 """Your own loop, on any backend: fit a small network to noisy sines.
 
-    torchrun --nproc-per-node 2 docs/own_loop.py zero2
-    python docs/own_loop.py single
+torchrun --nproc-per-node 2 docs/own_loop.py zero2
+python docs/own_loop.py single
 """
 
 import sys

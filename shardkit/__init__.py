@@ -22,7 +22,20 @@ _PUBLIC = {
     "ShardkitError": "shardkit.errors",
 }
 
-__all__ = [*_PUBLIC, "__version__"]
+__all__ = [
+    "Engine",
+    "MicroBatch",
+    "ShardkitError",
+    "StepReport",
+    "Traits",
+    "Window",
+    "WindowReport",
+    "World",
+    "__version__",
+    "join",
+    "open_engine",
+    "train_step",
+]
 
 if TYPE_CHECKING:
     from shardkit.data.loader import MicroBatch

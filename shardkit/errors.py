@@ -1,13 +1,13 @@
 """The errors a user can meet, and the exit code each one ends a run with.
 
-    ShardkitError                 1
-    |-- RequestError              2   what was asked cannot be done; nothing was started
-    |   |-- RecipeError               the recipe has problems, each with its place
-    |   `-- BackendError              a backend is missing, or cannot honour a setting
-    |-- DataError                 1   the data set or a batch is not what the loop can train on
-    |-- WindowError               1   the micro-batches of a window do not fit together
-    |-- EngineError               1   the backend met something it would get wrong in silence
-    `-- NonFiniteError            1   a loss or a gradient is NaN or infinite
+ShardkitError                 1
+|-- RequestError              2   what was asked cannot be done; nothing was started
+|   |-- RecipeError               the recipe has problems, each with its place
+|   `-- BackendError              a backend is missing, or cannot honour a setting
+|-- DataError                 1   the data set or a batch is not what the loop can train on
+|-- WindowError               1   the micro-batches of a window do not fit together
+|-- EngineError               1   the backend met something it would get wrong in silence
+`-- NonFiniteError            1   a loss or a gradient is NaN or infinite
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardkit.normalization.statistics import merge_running_statistics
+
 if TYPE_CHECKING:
     from shardkit.data.loader import Windows
     from shardkit.engines.api import Engine
@@ -30,8 +32,10 @@ class Scores:
 def evaluate(engine: Engine, windows: Windows, loss: Loss) -> Scores:
     """The loss's metrics over all of `windows`; the model is left in the modes it was in.
 
-    Sums and counts cross the ranks once, at the end, in float64: a mean of means would depend on the cutting.
+    Running statistics that differ by rank are merged first, and stay merged. Sums and counts cross the ranks once, at
+    the end, in float64: a mean of means would depend on the cutting.
     """
+    merge_running_statistics(engine.model, engine.world)
     sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: _zero(engine))
     counts: defaultdict[str, torch.Tensor] = defaultdict(lambda: _zero(engine))
     with _evaluating(engine.model), engine.inference():

@@ -228,4 +228,4 @@ def _summary(outcome: Outcome, folder: RunFolder) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.leave(main())

@@ -9,7 +9,7 @@ then the sum over items of dloss/dw divided by N, whatever the backend, the worl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from shardkit.engines.api import Engine
 from shardkit.errors import NonFiniteError, WindowError
 from shardkit.losses import Loss, adapt
+from shardkit.normalization.batch_norm import commit, counting
+from shardkit.normalization.exact import on_host
 from shardkit.world import World
 
 
@@ -56,6 +58,17 @@ class Window:
         for batch, filler in zip(self._batches, self._fillers, strict=True):
             yield batch, not filler
 
+    def joined(self) -> Window:
+        """One micro-batch of all that counts, concatenated along the first dim; a filler alone stays one.
+
+        Raises:
+            WindowError: the batches cannot be concatenated.
+        """
+        batches = [batch for batch, counts in self.weighted() if counts]
+        window = Window([join_batches(batches) if batches else self._batches[0]])
+        window._fillers = [not batches]
+        return window
+
     def count_items(self, loss: Loss, world: World) -> float:
         """Valid items over all micro-batches and ranks; one small all-reduce, before any forward.
 
@@ -65,9 +78,7 @@ class Window:
         counts = [loss.count(batch) for batch, counts in self.weighted() if counts]
         own = sum(counts[1:], counts[0]) if counts else 0.0
         size = float(len(self))
-        # Backends other than gloo's cannot reduce a tensor of another device, so the sum stays where the counts are.
-        device = own.device if isinstance(own, torch.Tensor) else torch.device("cpu")
-        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        sums = torch.zeros(3, dtype=torch.float64, device=world.device)
         sums[0], sums[1], sums[2] = own, size, size * size
         items, sizes, squares = world.sum(sums).tolist()
         # Equal everywhere if and only if W * sum(k^2) = (sum k)^2: no second collective is needed to know it.
@@ -78,6 +89,41 @@ class Window:
                 "ranks that have fewer items a micro-batch that counts zero"
             )
         return items
+
+
+def join_batches(batches: list[Any]) -> Any:
+    """Batches of one structure as one: tensors along their first dim, inside tuples, lists and mappings.
+
+    Raises:
+        WindowError: they differ in structure or in shape beyond the first dim.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if any(type(batch) is not type(first) for batch in batches):
+        raise WindowError("normalization.policy=exact runs a window as one batch, and its micro-batches differ in type")
+    if isinstance(first, torch.Tensor):
+        if len({batch.shape[1:] for batch in batches}) > 1:
+            shapes = ", ".join(sorted({str(tuple(batch.shape[1:])) for batch in batches}))
+            raise WindowError(
+                "normalization.policy=exact runs a window as one batch, and its micro-batches have items of different "
+                f"shapes ({shapes}); pad or crop them to one shape, or use policy deferred"
+            )
+        return torch.cat(batches)
+    if isinstance(first, Mapping):
+        return {key: join_batches([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(join_batches(list(parts)) for parts in zip(*batches, strict=True)))
+    if isinstance(first, tuple):
+        return tuple(join_batches(list(parts)) for parts in zip(*batches, strict=True))
+    if isinstance(first, list):
+        return [item for batch in batches for item in batch]
+    if all(batch == first for batch in batches):
+        return first
+    raise WindowError(
+        f"normalization.policy=exact runs a window as one batch, and cannot concatenate {type(first).__name__}; give "
+        "batches as tensors in tuples, lists or mappings"
+    )
 
 
 def train_step(
@@ -112,13 +158,17 @@ def train_step(
     items = window.count_items(loss, world)
     if items == 0:
         return WindowReport(loss=None, grad_norm=0.0, items=0.0, skipped=True)
+    if engine.norms.joined:
+        window = window.joined()
     sums = []
     for index, (batch, counts) in enumerate(window.weighted()):
-        with engine.micro_step(last=index == len(window) - 1):
-            loss_sum, _ = loss(engine.model, batch)
+        with engine.micro_step(last=index == len(window) - 1), counting(counts):
+            with on_host(engine.norms.on_host):
+                loss_sum, _ = loss(engine.model, batch)
             engine.backward(loss_sum * (world.size / items if counts else 0.0))
         sums.append(loss_sum.detach().double() if counts else torch.zeros_like(loss_sum, dtype=torch.float64))
     report = engine.step()
+    commit(engine.norms.layers, world, keep=not report.skipped)
     if report.skipped and nonfinite == "error":
         raise NonFiniteError(_diagnosis(sums, world, report.grad_norm, step))
     total = world.sum(torch.stack(sums).sum()).item() / items if with_loss else None

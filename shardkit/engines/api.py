@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import nn
 
+from shardkit.normalization.logical_batch import LogicalBatch
 from shardkit.world import World
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -117,6 +118,8 @@ class Engine(Protocol):
     # Its param_groups' lr is what the next step uses: schedulers are built on it.
     traits: Traits
     world: World
+    norms: LogicalBatch
+    # Set by `open_engine`, which applies the normalization policy before the adapter wraps the model.
 
     @classmethod
     @abstractmethod

@@ -29,9 +29,7 @@ def check_backend(loaded: Loaded, device: str, world_size: int) -> list[Problem]
     return [Problem(place=loaded.place(key), key=key, message=message) for key, message in found]
 
 
-def refusals(
-    traits: Traits, name: str, *, device: str, size: int, precision: str
-) -> list[tuple[str, str]]:
+def refusals(traits: Traits, name: str, *, device: str, size: int, precision: str) -> list[tuple[str, str]]:
     """(recipe key, sentence) of what a backend cannot honour."""
     found = []
     if device in traits.refusals:

@@ -41,7 +41,7 @@ class DdpEngine(Engine):
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
             # shardkit sends buffers once, and merges statistics before evaluation, on every backend alike; DDP would
             # overwrite every rank's with rank 0's before each forward.
-            broadcast_buffers=False,
+            forward_sync_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=options.find_unused_parameters,
             bucket_cap_mb=options.bucket_cap_mb,

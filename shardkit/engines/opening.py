@@ -14,6 +14,7 @@ from shardkit.engines.checks import optimizer_refusal, refusals
 from shardkit.engines.start import same_start
 from shardkit.engines.units import find_units
 from shardkit.errors import BackendError
+from shardkit.normalization.logical_batch import LogicalBatch
 from shardkit.recipe.backend import load_backend
 from shardkit.recipe.build import make_options
 from shardkit.recipe.schema import Backend
@@ -74,7 +75,9 @@ def open_engine(
         blocks=tuple(blocks),
         micro_batch_size=micro_batch_size,
     )
-    return adapter(model, _checked(make_optimizer, traits, chosen.name), settings, options)
+    engine = adapter(model, _checked(make_optimizer, traits, chosen.name), settings, options)
+    engine.norms = LogicalBatch()
+    return engine
 
 
 def _checked(make_optimizer: MakeOptimizer, traits: Traits, name: str) -> MakeOptimizer:

@@ -42,9 +42,7 @@ class Registration:
 
 
 BUILT_IN = {
-    "single": Registration(
-        target="shardkit.engines.single:SingleEngine", options=SingleOptions, one_process=True
-    ),
+    "single": Registration(target="shardkit.engines.single:SingleEngine", options=SingleOptions, one_process=True),
     "ddp": Registration(target="shardkit.engines.ddp:DdpEngine", options=DdpOptions),
     "fsdp2": Registration(target="shardkit.engines.fsdp2:Fsdp2Engine", options=Fsdp2Options),
     "deepspeed": Registration(

@@ -30,9 +30,7 @@ class GradientWatch:
 
     def __init__(self, named: NamedParameters) -> None:
         self._waiting = dict(named)
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_hook(self._arrived(name)) for name, parameter in named
-        ]
+        self._hooks: list[RemovableHandle] = [parameter.register_hook(self._arrived(name)) for name, parameter in named]
 
     def _arrived(self, name: str) -> Any:
         def hook(_gradient: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import logging
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -102,3 +104,15 @@ def _configure(handlers: list[logging.Handler]) -> None:
 def _shown(record: logging.LogRecord) -> bool:
     ours = record.name.partition(".")[0] == "shardkit"
     return getattr(record, "terminal", ours or record.levelno >= logging.ERROR)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process after its exit functions, without tearing the interpreter and C++ down.
+
+    torch 2.13's threads now and then outlive what they use there, and a rank that has finished its work aborts
+    ("terminate called without an active exception", seen in 1 of 20 runs).
+    """
+    atexit._run_exitfuncs()  # what sys.exit would call first
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

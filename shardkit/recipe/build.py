@@ -178,9 +178,7 @@ def _module(name: str, path: str, names: list[str], outer: str = "") -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name not in (name, outer):
-            raise _NotFound(
-                f"{path!r}: importing {name!r} fails, no module is named {error.name!r}"
-            ) from error
+            raise _NotFound(f"{path!r}: importing {name!r} fails, no module is named {error.name!r}") from error
         last = name.rpartition(".")[2]
         missing = f"{outer!r} has no {last!r}" if outer else f"no module is named {last!r}"
         raise _NotFound(f"{path!r}: {missing}{did_you_mean(last, names)}") from error

@@ -81,10 +81,7 @@ class Reader:
     def _anything(self, tree: Tree, key: Key) -> Any:
         if isinstance(tree, Section):
             hints = {TARGET: str}
-            return {
-                name: self.read(child, hints.get(name, Any), (*key, name))
-                for name, child in tree.children.items()
-            }
+            return {name: self.read(child, hints.get(name, Any), (*key, name)) for name, child in tree.children.items()}
         if isinstance(tree, Items):
             return [self.read(child, Any, (*key, index)) for index, child in enumerate(tree.children)]
         return scalars.anything(tree)
@@ -96,9 +93,7 @@ class Reader:
             raise Wrong(f"{_found(tree)}; expected a mapping with {TARGET}, as in {example}")
         if TARGET not in tree.children:
             hint = did_you_mean(TARGET, tree.children)
-            raise Wrong(
-                f"has no {TARGET}; expected the dotted path of what to build, as in 'torch.optim.SGD'{hint}"
-            )
+            raise Wrong(f"has no {TARGET}; expected the dotted path of what to build, as in 'torch.optim.SGD'{hint}")
         return self._anything(tree, key)
 
     def _union(self, tree: Tree, hint: Any, key: Key) -> Any:
@@ -113,9 +108,7 @@ class Reader:
             except Wrong:
                 continue
         leaf = _leaf(tree, hint)
-        words = [
-            str(word) for choice in choices if get_origin(choice) is Literal for word in get_args(choice)
-        ]
+        words = [str(word) for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
         raise Wrong(f"{leaf.value!r} is not {describe(hint)}{did_you_mean(str(leaf.value), words)}")
 
     def _list(self, tree: Tree, hint: Any, key: Key) -> list[Any]:
@@ -125,9 +118,7 @@ class Reader:
             raise Wrong(f"the list has no such item; set it as a whole: {dotted(key)}=[...]")
         if not isinstance(tree, Items):
             text = tree.value if isinstance(tree, Leaf) and tree.kind == "plain" else ""
-            example = (
-                f"[{', '.join(part.strip() for part in text.split(','))}]" if text else "[first, second]"
-            )
+            example = f"[{', '.join(part.strip() for part in text.split(','))}]" if text else "[first, second]"
             raise Wrong(f"{_found(tree)}; expected {describe(hint)}, as in {example}")
         (inner,) = get_args(hint) or (Any,)
         return [self.read(child, inner, (*key, index)) for index, child in enumerate(tree.children)]
@@ -196,8 +187,4 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is dataclasses.MISSING:
         return field.default
     value: Any = field.default_factory()
-    return (
-        dataclasses.asdict(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type)
-        else value
-    )
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

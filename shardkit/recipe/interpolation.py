@@ -81,9 +81,7 @@ def _written(config: Any, reference: Reference, reader: Reader) -> bool:
         _at(config, reference)[reference.key[-1]] = reference.leaf.value
     except GrammarParseError as error:
         message = f"{reference.leaf.value!r} is not an interpolation: {str(error).splitlines()[0]}"
-        reader.complain(
-            reference.leaf.place, reference.key, f"{message}; write \\${{ where ${{ is meant as text"
-        )
+        reader.complain(reference.leaf.place, reference.key, f"{message}; write \\${{ where ${{ is meant as text")
         return False
     return True
 
@@ -157,8 +155,6 @@ def _nearest_key(key: str, values: Any) -> str:
         inside = {str(name): value for name, value in entries(values)}
         if part not in inside:
             near = nearest(part, inside)
-            return (
-                f"; did you mean {'.'.join([*parts[:depth], near, *parts[depth + 1 :]])!r}?" if near else ""
-            )
+            return f"; did you mean {'.'.join([*parts[:depth], near, *parts[depth + 1 :]])!r}?" if near else ""
         values = inside[part]
     return ""

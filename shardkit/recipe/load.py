@@ -90,9 +90,7 @@ def _find(path: str) -> tuple[Path, str]:
         return names[path], shipped.shown("recipes", path)
     hint = did_you_mean(Path(path).stem, names)
     known = f"; the recipes that come with shardkit are {', '.join(names)}" if names and not hint else ""
-    raise RecipeError(
-        [Problem(place=path, key="", message=f"no such file, and no shipped recipe{hint or known}")]
-    )
+    raise RecipeError([Problem(place=path, key="", message=f"no such file, and no shipped recipe{hint or known}")])
 
 
 def _origins(values: Any, tree: Tree | None, key: Key = (), place: str = DEFAULT) -> dict[str, str]:

@@ -30,13 +30,9 @@ def apply(root: Section, override: str, expand: Callable[[], None]) -> None:
         raise _refused(place, "", "has no '='; expected key=value, as in seed=1")
     parts = re.sub(r"\[(\d+)\]", r".\1", name).split(".")
     if not all(parts):
-        raise _refused(
-            place, "", f"{name!r} is no key; expected names with dots between them, as in train.max_steps=5"
-        )
+        raise _refused(place, "", f"{name!r} is no key; expected names with dots between them, as in train.max_steps=5")
     if not text:
-        raise _refused(
-            place, name, f"is empty; write {name}=null for no value, or {name}=\"''\" for empty text"
-        )
+        raise _refused(place, name, f"is empty; write {name}=null for no value, or {name}=\"''\" for empty text")
     if parts[0] == "backend" and len(parts) > 1:
         expand()
     _assign(root, parts, _value(text, place, tuple(parts)), place)
@@ -68,9 +64,7 @@ def _assign(root: Section, parts: list[str], value: Tree, place: str) -> None:
             old = children[index] = Section(place)  # type: ignore[index]
         if isinstance(old, Leaf):
             deeper = ".".join(parts[depth + 1 :])
-            raise _refused(
-                place, key, f"is {old.value!r}, which has no {deeper!r} inside; set {key} as a whole"
-            )
+            raise _refused(place, key, f"is {old.value!r}, which has no {deeper!r} inside; set {key} as a whole")
         holder = old
 
 
@@ -78,17 +72,13 @@ def _index(part: str, length: int, place: str, key: str) -> int:
     if part.isdecimal() and int(part) < length:
         return int(part)
     there = f"items 0 to {length - 1}" if length > 1 else "one item, 0" if length else "no items"
-    raise _refused(
-        place, key, f"there is no item {part!r}; the list has {there}; set the list as a whole to add some"
-    )
+    raise _refused(place, key, f"there is no item {part!r}; the list has {there}; set the list as a whole to add some")
 
 
 def _check_list(old: Tree | None, value: Tree, place: str, key: str) -> None:
     """Text that replaces a list is a slip of the pen."""
     if isinstance(old, Items) and isinstance(value, Leaf) and not (is_null(value) or value.refers):
-        raise _refused(
-            place, key, f"{value.value!r} is not a list, which {key} is; write {key}=[{value.value}]"
-        )
+        raise _refused(place, key, f"{value.value!r} is not a list, which {key} is; write {key}=[{value.value}]")
 
 
 def _refused(place: str, key: str, message: str) -> RecipeError:

@@ -75,9 +75,7 @@ def compose(text: str, at: At, key: Key, problems: list[Problem]) -> Tree | None
         before = text.encode()[: error.position].decode(errors="replace")
         line, column = before.count("\n"), len(before) - before.rfind("\n") - 1
         place = at(yaml.Mark("", 0, line, column, None, 0))
-        raise _failure(
-            place, f"the character {chr(error.character)!r} is not allowed", dotted(key)
-        ) from error
+        raise _failure(place, f"the character {chr(error.character)!r} is not allowed", dotted(key)) from error
 
 
 def _failure(place: str, message: str, key: str = "") -> RecipeError:
@@ -89,9 +87,7 @@ def _explain(error: yaml.MarkedYAMLError) -> str:
     if "alias" in said:
         return f"not valid YAML: {said}; text that starts with * needs quotes, as in '*.bias'"
     if "cannot start any token" in said:
-        return (
-            f"not valid YAML: {said}; indent with spaces, not tabs, and quote text that starts with @, ` or %"
-        )
+        return f"not valid YAML: {said}; indent with spaces, not tabs, and quote text that starts with @, ` or %"
     if "mapping values are not allowed" in said:
         return f"not valid YAML: {said}; check the indentation, and quote text with ': ' in it"
     return f"not valid YAML: {said}"
@@ -117,9 +113,7 @@ class _Composer:
     def tree(self, node: yaml.Node, place: str, key: Key, above: tuple[yaml.Node, ...] = ()) -> Tree:
         self.count += 1
         if self.count > _MOST_VALUES:
-            raise _failure(
-                place, f"has more than {_MOST_VALUES} values once its aliases are unfolded", dotted(key)
-            )
+            raise _failure(place, f"has more than {_MOST_VALUES} values once its aliases are unfolded", dotted(key))
         if any(node is parent for parent in above):
             raise _failure(place, "an alias stands inside what it is an alias of", dotted(key))
         if len(above) > _DEEPEST:
@@ -132,15 +126,11 @@ class _Composer:
             return Section(place, dict(self.children(node, key, (*above, node))))
         if isinstance(node, yaml.SequenceNode):
             pairs = enumerate(node.value)
-            return Items(
-                place, [self.tree(n, self.at(n.start_mark), (*key, i), (*above, node)) for i, n in pairs]
-            )
+            return Items(place, [self.tree(n, self.at(n.start_mark), (*key, i), (*above, node)) for i, n in pairs])
         kind = "plain" if node.tag == "plain" else "quoted"
         return Leaf(place, node.value.translate(_STOOD_FOR), kind)
 
-    def children(
-        self, node: yaml.MappingNode, key: Key, above: tuple[yaml.Node, ...]
-    ) -> Iterator[tuple[str, Tree]]:
+    def children(self, node: yaml.MappingNode, key: Key, above: tuple[yaml.Node, ...]) -> Iterator[tuple[str, Tree]]:
         """The entries; those of a `<<` come first, so that the mapping's own replace them."""
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for name_node, node_of_value in node.value:
@@ -167,15 +157,11 @@ class _Composer:
         for name, (name_node, node_of_value) in own.items():
             yield name, self.tree(node_of_value, self.at(name_node.start_mark), (*key, name), above)
 
-    def merged(
-        self, node: yaml.Node, place: str, key: Key, above: tuple[yaml.Node, ...]
-    ) -> Iterator[tuple[str, Tree]]:
+    def merged(self, node: yaml.Node, place: str, key: Key, above: tuple[yaml.Node, ...]) -> Iterator[tuple[str, Tree]]:
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for source in reversed(sources):  # the first of a list wins
             if not isinstance(source, yaml.MappingNode) or any(source is parent for parent in above):
-                self.complain(
-                    place, key, "<< merges another mapping; expected an alias of one, as in `<<: *name`"
-                )
+                self.complain(place, key, "<< merges another mapping; expected an alias of one, as in `<<: *name`")
                 continue
             yield from self.children(source, key, (*above, source))
 

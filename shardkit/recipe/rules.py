@@ -51,9 +51,7 @@ def is_broken(value: Any) -> bool:
 
 
 def _value(hint: Any, value: Any) -> Any:
-    schemas = [
-        part for part in (hint, *get_args(hint)) if isinstance(part, type) and dataclasses.is_dataclass(part)
-    ]
+    schemas = [part for part in (hint, *get_args(hint)) if isinstance(part, type) and dataclasses.is_dataclass(part)]
     if schemas and isinstance(value, dict):
         return make(schemas[0], value)
     if schemas and isinstance(value, list):

@@ -126,9 +126,7 @@ class Normalization:
 class Backend:
     """Which engine runs the model: a name from backends/, a path to such a file, or this mapping inline."""
 
-    EXPECTED: ClassVar[str] = (
-        "a name from backends/, a path to such a file, or a mapping with adapter and options"
-    )
+    EXPECTED: ClassVar[str] = "a name from backends/, a path to such a file, or a mapping with adapter and options"
 
     name: str = MISSING
     # Shown in reports; a preset's name is its file name.

@@ -162,9 +162,7 @@ def build_optimizer(case: Case, named: list[tuple[str, nn.Parameter]]) -> torch.
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=case.weight_decay)
 
 
-def batch_of(
-    case: Case, window: int, numbers: list[int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(case: Case, window: int, numbers: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, targets = items(case, window)
     if case.poison == window:
         tokens = tokens.clone()
@@ -189,9 +187,7 @@ CASES = [
     Case("skip", poison=1, nonfinite="skip", optimizer="momentum", windows=(8, 8, 8, 8)),
 ]
 
-BF16 = Case(
-    "bf16", precision="bf16-mixed", optimizer="adamw", windows=(16,) * 4, micro_batch_size=4, max_grad_norm=1.0
-)
+BF16 = Case("bf16", precision="bf16-mixed", optimizer="adamw", windows=(16,) * 4, micro_batch_size=4, max_grad_norm=1.0)
 BF16_BATCHNORM = replace(BF16, name="bf16-batchnorm", model="batchnorm", windows=(8, 8))
 
 

@@ -71,9 +71,7 @@ def runs(launch_ranks: Callable[..., list[Any]]) -> Callable[[str, int], dict[st
         if (name, world) not in kept:
             # All failures of one start are told by the first test that reads it.
             ranks = launch_ranks(world, "run_cases", backend_named(name), ALL_CASES)
-            kept[name, world] = {
-                case.name: {"ranks": [rank[case.name] for rank in ranks]} for case in ALL_CASES
-            }
+            kept[name, world] = {case.name: {"ranks": [rank[case.name] for rank in ranks]} for case in ALL_CASES}
             for result in kept[name, world].values():
                 result["whole"] = assemble(result["ranks"])
         return kept[name, world]

@@ -307,3 +307,83 @@ def open_plain(backend: Any) -> None:
     import shardkit
 
     shardkit.open_engine(backend, torch.nn.Linear(2, 2), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+
+
+def run_norms(backend: Any, policy: Any, cells: list[list[list[int]]], dtype: str, steps: int = 1) -> dict[str, Any]:
+    """One or more windows of a deep BatchNorm net; `cells[micro-step][rank]` are item numbers, [] = a filler.
+
+    SGD with lr 1: what a step took away from a parameter is its gradient.
+    """
+    import torch
+
+    import shardkit
+    from tests.conformance.norms import build_net, item_batch, squared_loss
+
+    allow_accelerate_fsdp2()
+    world = shardkit.World.current()
+    wide = getattr(torch, dtype)
+    model = build_net(wide)
+    with count_collectives() as counted:
+        engine = shardkit.open_engine(
+            backend,
+            model,
+            lambda named: torch.optim.SGD([p for _, p in named], lr=1.0),
+            blocks=["blocks.*"],
+            normalization=policy,
+            micro_batch_size=4,
+        )
+        mine = [step[world.rank] for step in cells]
+        window = [shardkit.MicroBatch(batch=item_batch(n or [0], wide), filler=not n, indices=tuple(n)) for n in mine]
+        counted.clear()
+        for step in range(steps):
+            report = shardkit.train_step(engine, window, squared_loss, step=step)
+        during = dict(counted)
+        counted.clear()
+        engine.model.eval()
+        with engine.inference():
+            squared_loss(engine.model, item_batch([0, 1], wide))
+        evaluating = dict(counted)
+    result = {
+        "loss": report.loss,
+        "during": during,
+        "evaluating": evaluating,
+        "state": [
+            (i.kind, i.name, i.state, i.shape, i.start, i.tensor.clone(), str(i.tensor.dtype), i.replicated)
+            for i in engine.state()
+        ],
+    }
+    engine.close()
+    return result
+
+
+def count_collectives() -> Any:
+    """Counts the calls that norms make on their own group."""
+    from collections import Counter
+    from contextlib import contextmanager
+
+    import shardkit.normalization.batch_norm as module
+
+    @contextmanager
+    def counting() -> Any:
+        counted: Counter[str] = Counter()
+        real = module.dist
+
+        class Spy:
+            def __getattr__(self, name: str) -> Any:
+                found = getattr(real, name)
+                if name not in ("all_gather", "all_reduce"):
+                    return found
+
+                def call(*arguments: Any, **named: Any) -> Any:
+                    counted[name] += 1
+                    return found(*arguments, **named)
+
+                return call
+
+        module.dist = Spy()  # type: ignore[assignment]
+        try:
+            yield counted
+        finally:
+            module.dist = real
+
+    return counting()

@@ -9,8 +9,8 @@ import pytest
 
 from shardkit.engines import registry
 from shardkit.engines.api import Traits
-from shardkit.recipe.build import make_options
 from shardkit.recipe.backend import load_backend
+from shardkit.recipe.build import make_options
 from tests.conformance.conftest import ONE_PROCESS, backend_named
 
 

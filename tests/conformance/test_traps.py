@@ -31,9 +31,7 @@ def numbers(launch_ranks: Callable[..., list[Any]]) -> Callable[..., dict[str, A
             world = world_of(backend)
             # The same numbers on each rank, unless they are given by rank.
             ranked = [w if isinstance(w[0], list) else [[[n] for n in w]] * world for w in windows]
-            kept[key] = launch_ranks(
-                world, "run_numbers", backend_named(backend), ranked, *options.values()
-            )[0]
+            kept[key] = launch_ranks(world, "run_numbers", backend_named(backend), ranked, *options.values())[0]
         return kept[key]
 
     return run
@@ -51,10 +49,7 @@ def test_nothing_is_clipped_when_no_one_asked(numbers: Any, backend: str) -> Non
 
 def test_the_normaliser_is_global(numbers: Any, backend: str) -> None:
     # B10, B11: rank 0 has 3 items of 1, rank 1 one item of 5: (3 * 1 + 5) / 4, not a mean of means.
-    if world_of(backend) == 1:
-        windows = [[[[1.0, 1.0, 1.0], [5.0]]]]
-    else:
-        windows = [[[[1.0, 1.0, 1.0]], [[5.0]]]]
+    windows = [[[[1.0, 1.0, 1.0], [5.0]]]] if world_of(backend) == 1 else [[[[1.0, 1.0, 1.0]], [[5.0]]]]
     assert numbers(backend, windows)["weights"] == pytest.approx([-2.0], abs=1e-6)
 
 

@@ -29,9 +29,7 @@ def test_every_preset_names_its_adapter_file_and_is_in_the_table(name: str) -> N
     assert adapter.startswith("shardkit/engines/")
     target = registry.BUILT_IN[load_backend(name, options_of=registry.options_of).adapter].target
     assert adapter == target.partition(":")[0].replace(".", "/") + ".py"
-    (row,) = [
-        line for line in (path.parent / "README.md").read_text().splitlines() if f"({name}.yaml)" in line
-    ]
+    (row,) = [line for line in (path.parent / "README.md").read_text().splitlines() if f"({name}.yaml)" in line]
     assert f"`{adapter}`" in row
 
 

@@ -56,9 +56,7 @@ def test_a_sound_recipe_has_no_problems(load_text: Load) -> None:
         ),
     ],
 )
-def test_a_target_that_cannot_be_built_is_found_before(
-    load_text: Load, override: str, key: str, hint: str
-) -> None:
+def test_a_target_that_cannot_be_built_is_found_before(load_text: Load, override: str, key: str, hint: str) -> None:
     ((place, at, message),) = problems(load_text, override)
     assert (place, at) == (f"command line {override!r}", key)
     assert hint in message
@@ -104,11 +102,7 @@ def test_options_of_others_are_checked_when_they_are_known(load_text: Load) -> N
 
     sound = loaded("{depth: 3, label: 0123}")
     assert check_options(sound, Options) == []
-    assert (
-        make_options(sound, Options)
-        == make_options(sound.recipe.backend, Options)
-        == Options(depth=3, label="0123")
-    )
+    assert make_options(sound, Options) == make_options(sound.recipe.backend, Options) == Options(depth=3, label="0123")
     for options, key, hint in [
         ("{dept: 3}", "backend.options.dept", "did you mean 'depth'"),
         ("{depth: x}", "backend.options.depth", "whole number"),

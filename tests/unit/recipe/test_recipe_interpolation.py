@@ -17,9 +17,7 @@ def test_references_keep_the_type_of_what_they_refer_to(load_text: Load) -> None
     assert load_text("data.eval=${data.train}").recipe.data.eval == load_text().recipe.data.train
 
 
-def test_the_environment_is_read_as_if_written_in_the_recipe(
-    load_text: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_is_read_as_if_written_in_the_recipe(load_text: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDKIT_TEST", "1e3")
     monkeypatch.delenv("SHARDKIT_NONE", raising=False)
     reference = "${oc.env:SHARDKIT_TEST}"
@@ -27,16 +25,12 @@ def test_the_environment_is_read_as_if_written_in_the_recipe(
     assert (recipe.seed, recipe.name, recipe.data.train["x"]) == (1000, "1e3", 1000.0)
     recipe = load_text("data.train.x=${oc.env:SHARDKIT_NONE,3}", "seed=${data.train.x}").recipe
     assert (recipe.seed, recipe.data.train["x"]) == (3, 3)
-    recipe = load_text(
-        "seed=${data.train.x}", "data.train.x=${data.train.y}", "data.train.y=${oc.env:SHARDKIT_NONE,3}"
-    )
+    recipe = load_text("seed=${data.train.x}", "data.train.x=${data.train.y}", "data.train.y=${oc.env:SHARDKIT_NONE,3}")
     assert recipe.recipe.seed == 3
 
 
 def test_a_backend_and_a_profile_can_be_chosen_by_the_environment(load_text: Load) -> None:
-    recipe = load_text(
-        "backend=${oc.env:SHARDKIT_NONE,zero3}", "launch.profile=${oc.env:SHARDKIT_NONE,local}"
-    ).recipe
+    recipe = load_text("backend=${oc.env:SHARDKIT_NONE,zero3}", "launch.profile=${oc.env:SHARDKIT_NONE,local}").recipe
     assert (recipe.backend.name, recipe.backend.options) == ("zero3", {"stage": 3})
     recipe = load_text("backend=${oc.env:SHARDKIT_NONE,fsdp2}", "backend.options.replicas=2").recipe
     assert recipe.backend.options == {"reshard_after_forward": True, "replicas": 2}
@@ -84,9 +78,7 @@ def test_null_is_fine_where_the_field_takes_it(load_text: Load) -> None:
 def test_a_reference_to_a_mistake_is_not_a_second_one(refuse: Refuse) -> None:
     (problem,) = refuse("train.max_steps=many", extra=SCHEDULER)
     assert problem.key == "train.max_steps"
-    (problem,) = refuse(
-        "train.max_step=3", "train.max_steps=null", "train.max_epochs=2", "seed=${train.max_step}"
-    )[:1]
+    (problem,) = refuse("train.max_step=3", "train.max_steps=null", "train.max_epochs=2", "seed=${train.max_step}")[:1]
     assert problem.key in ("seed", "train.max_step")
 
 

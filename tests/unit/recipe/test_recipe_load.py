@@ -68,17 +68,13 @@ except RecipeError as error:
     print(len(error.problems), "torch" in sys.modules)
 """
     started = time.monotonic()
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert answer.stdout.split() == ["7", "False"]
     assert time.monotonic() - started < 1.5
 
 
 def test_values_of_untyped_arguments_mean_what_they_look_like(load_text: Load) -> None:
-    extra = (
-        "scheduler: {_target_: a.B, a: 1e-4, b: 1E5, c: .5, d: 1_000, on: off, e: 12:30:45, f: 0123, g: ~}\n"
-    )
+    extra = "scheduler: {_target_: a.B, a: 1e-4, b: 1E5, c: .5, d: 1_000, on: off, e: 12:30:45, f: 0123, g: ~}\n"
     scheduler = load_text(extra=extra).recipe.scheduler
     assert scheduler == {
         "_target_": "a.B",
@@ -126,9 +122,7 @@ def test_only_true_and_false_are_booleans(refuse: Refuse, text: str) -> None:
     assert "expected true or false" in problem.message or "not true or false" in problem.message
 
 
-def test_null_is_refused_where_it_means_nothing_and_kept_where_it_does(
-    refuse: Refuse, load_text: Load
-) -> None:
+def test_null_is_refused_where_it_means_nothing_and_kept_where_it_does(refuse: Refuse, load_text: Load) -> None:
     assert "null" in refuse(extra="name: null\n")[0].message
     assert load_text(extra="run_dir:\n").recipe.run_dir is None
 
@@ -136,9 +130,7 @@ def test_null_is_refused_where_it_means_nothing_and_kept_where_it_does(
 def test_an_empty_section_means_its_defaults_or_says_what_it_needs(load_text: Load, refuse: Refuse) -> None:
     assert load_text(extra="metrics:\nevaluation:\nparameter_groups:\n").recipe.metrics.every == 1
     (problem,) = refuse(text=SOUND.replace("  global_batch_size: 8\n  micro_batch_size: 2\n", ""))
-    assert str(problem).startswith(
-        "recipe.yaml:8:1: batch: is empty; expected a section with global_batch_size"
-    )
+    assert str(problem).startswith("recipe.yaml:8:1: batch: is empty; expected a section with global_batch_size")
     (problem,) = refuse(text=SOUND.replace("  max_steps: 100\n", ""))
     assert (problem.place, problem.key) == ("recipe.yaml:11:1", "train")
     assert "defaults" in refuse(extra="metrics: null\n")[0].message

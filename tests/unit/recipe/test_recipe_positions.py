@@ -85,9 +85,7 @@ def test_aliases_and_merge_keys_work() -> None:
         ("<<: 3\n", "1:1", "merges another mapping"),
     ],
 )
-def test_what_a_recipe_does_not_allow_is_a_problem_with_its_place(
-    text: str, place: str, message: str
-) -> None:
+def test_what_a_recipe_does_not_allow_is_a_problem_with_its_place(text: str, place: str, message: str) -> None:
     problems: list[Problem] = []
     read(text, problems)
     (problem,) = problems
