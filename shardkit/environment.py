@@ -12,21 +12,15 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardkit.engines import registry
 from shardkit.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from shardkit.world import World
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "omegaconf",
-    "deepspeed",
-    "accelerate",
-    "transformers",
-    "scikit-learn",
-    "tensorboard",
-)
+OWN = ("torch", "numpy", "omegaconf", "scikit-learn", "tensorboard")
+# And what the adapters need.
+PACKAGES = (*OWN, *sorted({name for adapter in registry.BUILT_IN.values() for name in adapter.needs}))
 
 
 def write_machine(folder: RunFolder, command: Sequence[str]) -> None:

@@ -3,7 +3,8 @@
 ShardkitError                 1
 |-- RequestError              2   what was asked cannot be done; nothing was started
 |   |-- RecipeError               the recipe has problems, each with its place
-|   `-- BackendError              a backend is missing, or cannot honour a setting
+|   |-- BackendError              a backend is missing, or cannot honour a setting
+|   `-- NormalizationError        a norm layer cannot become what the policy asks for
 |-- DataError                 1   the data set or a batch is not what the loop can train on
 |-- WindowError               1   the micro-batches of a window do not fit together
 |-- EngineError               1   the backend met something it would get wrong in silence
@@ -50,6 +51,10 @@ class RecipeError(RequestError):
 
 class BackendError(RequestError):
     """A backend is unknown, not installed, or cannot honour a setting on this machine."""
+
+
+class NormalizationError(RequestError):
+    """A norm layer cannot become what the policy asks for without losing something, or it is too late."""
 
 
 class DataError(ShardkitError):

@@ -10,12 +10,12 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardkit.errors import WindowError
 from shardkit.normalization.moments import Moments
+from shardkit.normalization.normalize import Normalize
 from shardkit.normalization.tape import Tape
 from shardkit.world import World
 
@@ -40,18 +40,28 @@ class BatchNorm(_BatchNorm):
     Statistics are merged from (count, mean, M2) in fp64; see `Moments`. Evaluation communicates nothing.
     """
 
+    # Of the class, so that a layer of torch's that becomes one of ours has them all.
+    mode: Mode = "local"
+    over_ranks: bool = False
+    world: World = World()
+    group: dist.ProcessGroup | None = None
+    pending: tuple[Moments, ...] = ()
+    # What running statistics have yet to take in: one entry of a deferred layer, one a call of an exact one.
+
     def __init__(self, num_features: int, *, mode: Mode = "local", over_ranks: bool = False, **arguments: Any) -> None:
         super().__init__(num_features, **arguments)
-        self.mode: Mode = mode
-        self.over_ranks = over_ranks or mode in ("sync", "exact")
-        self.world = World()
-        self.group: dist.ProcessGroup | None = None
-        self.pending: Moments | None = None
+        self.set_mode(mode, over_ranks=over_ranks)
+
+    def set_mode(self, mode: Mode, *, over_ranks: bool = False) -> None:
+        """From now on, use the statistics `mode` says."""
+        self.mode = mode
+        self.over_ranks = mode in ("sync", "exact") or (mode == "deferred" and over_ranks)
+        self.pending = ()
         if mode == "frozen":
-            self.eval()
+            self.training = False
 
     def train(self, mode: bool = True) -> BatchNorm:
-        return super().train(mode and getattr(self, "mode", "local") != "frozen")
+        return super().train(mode and self.mode != "frozen")
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -62,11 +72,11 @@ class BatchNorm(_BatchNorm):
         # Without running statistics, evaluation normalises by its own batch, and by this rank's alone.
         if not self.training or self.mode == "local":
             return self._torch(input)
-        moments = self._moments(input)
-        mean, variance = moments.mean, moments.variance()
+        moments, counts = self._moments(input)
+        group = self.group if self.over_ranks and self.world.size > 1 else False
         return cast(
             torch.Tensor,
-            Normalize.apply(input, self.weight, self.bias, mean, variance, moments.count, self.eps, self._reducer()),
+            Normalize.apply(input, self.weight, self.bias, moments, self.eps, group, counts),
         )
 
     def _torch(self, input: torch.Tensor) -> torch.Tensor:
@@ -86,31 +96,42 @@ class BatchNorm(_BatchNorm):
         )
 
     @torch.no_grad()
-    def _moments(self, input: torch.Tensor) -> Moments:
-        """The statistics to normalise by; the tape's in a recomputation, which must not communicate or count."""
+    def _moments(self, input: torch.Tensor) -> tuple[Moments, bool]:
+        """The statistics to normalise by, and whether `input` is part of them.
+
+        Those of the tape in a recomputation, which must not communicate or count.
+        """
         tape = Tape.current()
-        replayed = tape.replay(self) if tape is not None else None
-        if replayed is not None:
-            return replayed
-        own = Moments.of(input if _COUNTING.get() else input[:0])
-        moments = Moments.merge(self._gather(own.packed())) if self.over_ranks else own
-        self._refuse_single_values(moments, input)
+        played = tape.replay(self) if tape is not None else None
+        if played is not None:
+            return played
+        own, counts = Moments.of(input), _COUNTING.get()
+        counted = own if counts else Moments.none(self.num_features, input.device)
+        held = Moments.merge(self._gather(counted.packed())) if self.over_ranks else counted
+        self._refuse_single_values(held, input)
+        self._keep(held)
+        # Where nothing counts, a filler is normalised by itself: by zeros it would overflow within a few layers.
+        moments = held if counts else held.or_else(own)
         if tape is not None:
-            tape.record(self, moments)
+            tape.record(self, moments, counts)
+        return moments, counts
+
+    def _keep(self, moments: Moments) -> None:
         if self.mode == "sync":
             self._update(moments)
+        elif self.mode == "exact" or not self.pending:
+            self.pending = (*self.pending, moments)
         else:
-            # Of this rank unless they are everyone's already; see `commit`.
-            self.pending = moments if self.pending is None else _merged(self.pending, moments)
-        return moments
+            self.pending = (Moments.merge(torch.stack([self.pending[0].packed(), moments.packed()])),)
 
     def _refuse_single_values(self, moments: Moments, input: torch.Tensor) -> None:
         # Known without reading the device in all cases but that of ranks that hold one value together.
         values = input.numel() // self.num_features
-        if values <= 1 and float(moments.count) == 1 and torch.is_grad_enabled():
+        if values <= 1 and float(moments.count) == 1:
+            who = "all ranks together" if self.over_ranks else f"rank {self.world.rank}"
             raise WindowError(
-                f"BatchNorm over {self.num_features} channels got one value a channel on all ranks together; its "
-                "variance is not defined: use a larger micro-batch, or normalization.policy=group"
+                f"BatchNorm over {self.num_features} channels got one value a channel on {who}; its variance is not "
+                "defined: use a larger micro-batch, or normalization.policy=group"
             )
 
     def _gather(self, packed: torch.Tensor) -> torch.Tensor:
@@ -120,26 +141,56 @@ class BatchNorm(_BatchNorm):
         dist.all_gather(parts, packed, group=self.group)
         return torch.stack(parts)
 
-    def _reducer(self) -> dist.ProcessGroup | bool | None:
-        """The group whose ranks share the statistics; False when they are this rank's own."""
-        return self.group if self.over_ranks and self.world.size > 1 else False
-
     def _count_batch(self) -> float:
-        if not self.track_running_stats or self.num_batches_tracked is None or not _COUNTING.get():
+        """Count this batch, as torch does; the weight of its statistics."""
+        if not self.track_running_stats or not _COUNTING.get():
             return 0.0
+        if self.num_batches_tracked is None:
+            return self.momentum or 0.0
         self.num_batches_tracked.add_(1)
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
     def _update(self, moments: Moments) -> None:
-        """Move the running statistics; an empty batch moves nothing."""
-        if self.running_mean is None or self.running_var is None or not self.track_running_stats:
+        """Move the running statistics; an empty batch moves and counts nothing. Does not wait for the device."""
+        mean, variance = self.running_mean, self.running_var
+        if mean is None or variance is None or not self.track_running_stats:
             return
-        factor = self._count_batch()
-        self.running_mean.lerp_(moments.mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(moments.unbiased_variance().to(self.running_var.dtype), factor)
+        seen = moments.count > 0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(seen)
+        if self.momentum is not None:
+            factor = seen * self.momentum
+        elif self.num_batches_tracked is not None:
+            factor = seen / self.num_batches_tracked.clamp(min=1)
+        else:
+            factor = seen * 0.0
+        mean.lerp_(moments.mean.to(mean.dtype), factor.to(mean.dtype))
+        variance.lerp_(moments.unbiased_variance().to(variance.dtype), factor.to(variance.dtype))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group can be neither copied nor pickled: a copy shares it, a file has none.
+        state = super().__getstate__()
+        return {**state, "group": _Group(state["group"])} if state.get("group") is not None else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        group = state.get("group")
+        super().__setstate__({**state, "group": group.group} if isinstance(group, _Group) else state)
+
+
+class _Group:
+    """A process group on its way through copy or pickle."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Group], tuple[()]]:
+        return _Group, ()
 
 
 @contextmanager
@@ -156,84 +207,31 @@ def counting(counts: bool) -> Iterator[None]:
 def commit(layers: Iterable[BatchNorm], world: World, *, keep: bool) -> None:
     """End a logical batch: move the running statistics of deferred and exact layers by all it held.
 
-    One all-gather for all layers whose pending statistics are this rank's alone. With `keep` false the step was left
-    out, and so is the batch.
+    One all-gather for all layers whose pending statistics are this rank's alone; a layer that a rank did not call
+    takes part with none. With `keep` false the step was left out, and so is the batch.
     """
-    waiting = [layer for layer in layers if layer.pending is not None]
+    layers = list(layers)
     if keep:
-        own = [layer for layer in waiting if not layer.over_ranks]
-        if own and world.size > 1:
-            packed = [cast(Moments, layer.pending).packed() for layer in own]
-            parts = world.stack(torch.cat(packed)).split([len(p) for p in packed], dim=1)
-            for layer, rows in zip(own, parts, strict=True):
-                layer.pending = Moments.merge(rows)
-        for layer in waiting:
-            layer._update(cast(Moments, layer.pending))
-    for layer in waiting:
-        layer.pending = None
+        _pool(layers, world)
+        for layer in layers:
+            for moments in layer.pending:
+                layer._update(moments)
+    for layer in layers:
+        layer.pending = ()
 
 
-class Normalize(Function):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias, with mean and var functions of every x that shares them.
-
-    Backward, Ioffe and Szegedy 2015 (section 3), with the sums over all values that share the statistics:
-    dx = weight / std * (dy - sum(dy) / n - xhat * sum(dy * xhat) / n). The gradients of weight and bias are this
-    rank's own sums; the engine adds them up over the ranks as it does for every parameter.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        variance: torch.Tensor,
-        count: torch.Tensor,
-        eps: float,
-        group: Any,
-    ) -> torch.Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean, inverse = mean.to(wide), (variance + eps).rsqrt().to(wide)
-        ctx.save_for_backward(x, weight, bias, mean, inverse, count)
-        ctx.group = group
-        y = (x.to(wide) - _channels(mean, x)) * _channels(inverse, x)
-        if weight is not None:
-            y = y * _channels(weight.to(wide), x)
-        if bias is not None:
-            y = y + _channels(bias.to(wide), x)
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias, mean, inverse, count = ctx.saved_tensors
-        dims = [d for d in range(x.dim()) if d != 1]
-        dy = gradients[0].to(mean.dtype)
-        xhat = (x.to(mean.dtype) - _channels(mean, x)) * _channels(inverse, x)
-        sum_dy, sum_dy_xhat = dy.sum(dims), (dy * xhat).sum(dims)
-        d_weight = sum_dy_xhat.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-        d_bias = sum_dy.to(bias.dtype) if bias is not None and ctx.needs_input_grad[2] else None
-        dx = None
-        if ctx.needs_input_grad[0]:
-            sums = torch.cat([sum_dy, sum_dy_xhat])
-            if ctx.group is not False:
-                # Also with an empty batch: the other ranks wait for it.
-                dist.all_reduce(sums, group=ctx.group)
-            mean_dy, mean_dy_xhat = (sums / count.to(sums.dtype).clamp(min=1)).chunk(2)
-            scale = inverse if weight is None else inverse * weight.to(mean.dtype)
-            dx = (dy - _channels(mean_dy, x) - xhat * _channels(mean_dy_xhat, x)) * _channels(scale, x)
-            dx = dx.to(x.dtype)
-        return dx, d_weight, d_bias, None, None, None, None, None
-
-
-def _channels(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(C,) as (1, C, 1, ...)."""
-    return value.reshape(1, -1, *[1] * (like.dim() - 2))
+def _pool(layers: list[BatchNorm], world: World) -> None:
+    own = [layer for layer in layers if layer.mode == "deferred" and not layer.over_ranks]
+    if not own or world.size == 1:
+        return
+    packed = []
+    for layer in own:
+        none = () if layer.pending else (Moments.none(layer.num_features, world.device),)
+        packed += [moments.packed() for moments in (*layer.pending, *none)]
+    parts = world.stack(torch.cat(packed)).split([len(p) for p in packed], dim=1)
+    for layer, rows in zip(own, parts, strict=True):
+        layer.pending = (Moments.merge(rows),)
 
 
 def _as(parameter: nn.Parameter | None, buffer: torch.Tensor | None) -> torch.Tensor | None:
     return parameter if parameter is None or buffer is None else parameter.to(buffer.dtype)
-
-
-def _merged(a: Moments, b: Moments) -> Moments:
-    return Moments.merge(torch.stack([a.packed(), b.packed()]))

@@ -28,12 +28,17 @@ class Moments:
         channels = x.shape[1]
         count = x.numel() // channels if channels else 0
         if count == 0:
-            zero = torch.zeros(channels, dtype=torch.float64, device=x.device)
-            return cls(torch.zeros((), dtype=torch.float64, device=x.device), zero, zero.clone())
+            return cls.none(channels, x.device)
         wide = x if x.dtype == torch.float64 else x.float()
         variance, mean = torch.var_mean(wide, dims, correction=0)
         counts = torch.full((), float(count), dtype=torch.float64, device=x.device)
         return cls(counts, mean.double(), variance.double() * count)
+
+    @classmethod
+    def none(cls, channels: int, device: torch.device) -> Moments:
+        """Of an empty batch: zeros."""
+        zeros = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=device)
+        return cls(zeros[0], zeros[1 : 1 + channels], zeros[1 + channels :])
 
     @classmethod
     def merge(cls, parts: torch.Tensor) -> Moments:
@@ -52,6 +57,12 @@ class Moments:
     def packed(self) -> torch.Tensor:
         """(1 + 2 C,) in fp64: one tensor for one collective."""
         return torch.cat([self.count.reshape(1), self.mean, self.m2])
+
+    def or_else(self, other: Moments) -> Moments:
+        """These, or `other` where they are of an empty batch; does not read the device."""
+        pick = torch.where(self.count > 0, self.packed(), other.packed())
+        channels = len(self.mean)
+        return Moments(pick[0], pick[1 : 1 + channels], pick[1 + channels :])
 
     def variance(self) -> torch.Tensor:
         """The biased variance, which normalises."""

@@ -5,9 +5,8 @@ Recomputing a BatchNorm must neither communicate (the other ranks may not be the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from typing import Any
 
 from shardkit.errors import WindowError
@@ -15,30 +14,41 @@ from shardkit.normalization.moments import Moments
 
 _CURRENT: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
+# What a layer normalised by, and whether its input was part of that.
+Entry = tuple[Moments, bool]
+
 
 class Tape:
     """Statistics by layer, in the order of its calls: a layer that is called twice has two entries."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, list[Moments]] = {}
+        self._entries: dict[int, list[Entry]] = {}
         self._played: dict[int, int] | None = None
+        self._outer: Tape | None = None
 
     @staticmethod
     def current() -> Tape | None:
         """The tape that records or plays in this context."""
         return _CURRENT.get()
 
-    def record(self, layer: Any, moments: Moments) -> None:
-        self._entries.setdefault(id(layer), []).append(moments)
+    def record(self, layer: Any, moments: Moments, counts: bool = True) -> None:
+        """Note what a call of `layer` normalised by, also for the block around this one."""
+        self._entries.setdefault(id(layer), []).append((moments, counts))
+        if self._outer is not None:
+            self._outer.record(layer, moments, counts)
 
-    def replay(self, layer: Any) -> Moments | None:
-        """The next entry of `layer`, or None while recording.
+    def replay(self, layer: Any) -> Entry | None:
+        """The next entry of `layer`, or None in a first pass.
 
         Raises:
             WindowError: the recomputation calls a layer more often than the first pass did.
         """
         if self._played is None:
-            return None
+            # A block inside one that is being recomputed makes its own first pass again.
+            entry = self._outer.replay(layer) if self._outer is not None else None
+            if entry is not None:
+                self._entries.setdefault(id(layer), []).append(entry)
+            return entry
         index = self._played.get(id(layer), 0)
         entries = self._entries.get(id(layer), [])
         if index >= len(entries):
@@ -49,25 +59,29 @@ class Tape:
         self._played[id(layer)] = index + 1
         return entries[index]
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        with self._as_current():
-            yield
+    def recording(self) -> AbstractContextManager[None]:
+        """The first pass."""
+        return _Current(self, plays=False)
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """From the first entry on; a block may be recomputed more than once."""
-        self._played = {}
-        try:
-            with self._as_current():
-                yield
-        finally:
-            self._played = None
+    def replaying(self) -> AbstractContextManager[None]:
+        """A recomputation, from the first entry on; can be entered again, as a block may be recomputed twice."""
+        return _Current(self, plays=True)
 
-    @contextmanager
-    def _as_current(self) -> Iterator[None]:
-        token = _CURRENT.set(self)
-        try:
-            yield
-        finally:
-            _CURRENT.reset(token)
+
+class _Current(AbstractContextManager[None]):
+    """Makes a tape the current one. torch's checkpoint enters one such context in every recomputation."""
+
+    def __init__(self, tape: Tape, *, plays: bool) -> None:
+        self._tape, self._plays = tape, plays
+        self._tokens: list[Token[Tape | None]] = []
+
+    def __enter__(self) -> None:
+        if self._plays:
+            self._tape._played = {}
+        else:
+            self._tape._outer = Tape.current()
+        self._tokens.append(_CURRENT.set(self._tape))
+
+    def __exit__(self, *error: object) -> None:
+        _CURRENT.reset(self._tokens.pop())
+        self._tape._played, self._tape._outer = None, None

@@ -114,12 +114,71 @@ class ParameterGroup:
     # Optimizer arguments for these parameters, as in {weight_decay: 0.0}.
 
 
+Policy = Literal["keep", "sync", "deferred", "exact", "frozen", "group", "layer", "instance"]
+
+
+@dataclass
+class NormalizationRule:
+    """A policy for the BatchNorm layers that match; the first rule that matches a layer wins."""
+
+    match: str = MISSING
+    # A glob on the layer's full name, as in "backbone.*", or on its class name, as in "BatchNorm1d".
+    policy: Policy = MISSING
+    # One of normalization.policy, without auto.
+
+    def check(self) -> Iterator[Complaint]:
+        if not self.match:
+            yield "match", "is empty and matches no layer; expected a glob on a layer or class name, as in 'backbone.*'"
+
+
+@dataclass
+class Exact:
+    """How policy exact keeps the whole logical batch in memory."""
+
+    blocks: list[str] = field(default_factory=list)
+    # Globs on module names (or class names) that are recomputed in the backward; empty = found in the model.
+    offload: bool | Literal["auto"] = "auto"
+    # Saved tensors wait for the backward in host memory; auto = when they would not fit on the device.
+    memory: Literal["blocks", "constant"] = "blocks"
+    # blocks: one block of the whole logical batch at a time; constant: one micro-batch at a time, which is slower.
+
+    def check(self) -> Iterator[Complaint]:
+        if not all(self.blocks):
+            yield "blocks", "holds an empty text, which matches no block; expected globs, as in ['stages.*.*']"
+        if self.memory == "constant" and self.offload is False:
+            yield (
+                "offload",
+                "false does not go with memory: constant, which keeps tensors on the host; use true or auto",
+            )
+
+
 @dataclass
 class Normalization:
-    """What becomes of the model's normalization layers, before any backend wraps it."""
+    """What becomes of the model's BatchNorm layers, before any backend wraps it."""
 
-    policy: Literal["keep"] = "keep"
-    # keep: as the model has them.
+    policy: Policy | Literal["auto"] = "keep"
+    # keep: as the model has them; running statistics are merged over ranks before evaluation.
+    # sync: statistics over all ranks of a micro-step. deferred: of the micro-batch, running ones once a logical batch.
+    # exact: statistics and gradients of the whole logical batch. frozen: evaluation statistics, also in training.
+    # group, layer, instance: another layer, independent of the batch; needs retraining. auto: keep to exact, says why.
+    rules: list[NormalizationRule] = field(default_factory=list)
+    # Other policies for some layers.
+    num_groups: int = 32
+    # group: at most so many groups; fewer where a group would have less than 8 channels.
+    over_ranks: bool = False
+    # deferred: normalise by the micro-batches of all ranks together.
+    pretrained: bool = False
+    # The weights come from an earlier training; told to auto.
+    exact: Exact = field(default_factory=Exact)
+
+    def check(self) -> Iterator[Complaint]:
+        policies = {self.policy, *(rule.policy for rule in self.rules)}
+        if self.num_groups < 1:
+            yield "num_groups", f"{self.num_groups} is not a number of groups; expected 1 or more"
+        if self.over_ranks and not policies & {"deferred", "auto"}:
+            yield "over_ranks", "true has a meaning for policy deferred alone (sync and exact always do); leave it out"
+        if self.exact != Exact() and not policies & {"exact", "auto"}:
+            yield "exact", f"is set, but no layer has policy exact (policy is {self.policy}); leave it out"
 
 
 @dataclass

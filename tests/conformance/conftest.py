@@ -36,10 +36,14 @@ def backend_named(name: str) -> Backend:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.config.getoption("--backend") or sorted(shipped.files("backends"))
     if "world" in metafunc.fixturenames:
+        # A test says `worlds` and `quick` where it differs.
+        quick = getattr(metafunc.function, "quick", QUICK)
         places = [
-            pytest.param(name, world, marks=() if _quick(name, world) else pytest.mark.slow, id=f"{name}-{world}")
+            pytest.param(
+                name, world, marks=() if _quick(name, world, quick) else pytest.mark.slow, id=f"{name}-{world}"
+            )
             for name in names
-            for world in (1, 2, 3, 4)
+            for world in getattr(metafunc.function, "worlds", (1, 2, 3, 4))
             if _possible(name, world)
         ]
         metafunc.parametrize(("backend", "world"), places)
@@ -49,8 +53,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 
 
-def _quick(name: str, world: int) -> bool:
-    return world in QUICK or (world == 4 and name in QUICK_ON_FOUR)
+def _quick(name: str, world: int, quick: set[int]) -> bool:
+    return world in quick or (world == 4 and name in QUICK_ON_FOUR)
 
 
 def _possible(name: str, world: int) -> bool:

@@ -387,3 +387,61 @@ def count_collectives() -> Any:
             module.dist = real
 
     return counting()
+
+
+def run_ledger(backend: Any) -> dict[str, Any]:
+    """Two epochs of the digits recipe, made small, with a short last window; which samples this rank saw."""
+    from pathlib import Path
+
+    import torch
+
+    import shardkit
+    from shardkit.data.loader import Windows
+    from shardkit.data.order import GlobalOrder
+    from shardkit.engines.registry import options_of
+    from shardkit.evaluation import evaluate
+    from shardkit.losses import adapt
+    from shardkit.recipe.build import build
+    from shardkit.recipe.load import load
+
+    allow_accelerate_fsdp2()
+    root = Path(__file__).parents[2]
+    recipe = load(
+        root / "recipes" / "digits-resnet.yaml",
+        ["batch.global_batch_size=300", "batch.micro_batch_size=50", "model.width=4", "data.drop_last=false"],
+        options_of=options_of,
+    ).recipe
+    world = shardkit.World.current()
+    torch.manual_seed(recipe.seed)
+    train, held_out = build(recipe.data.train), build(recipe.data.eval)
+    loss = adapt(build(recipe.loss))
+    engine = shardkit.open_engine(
+        backend,
+        build(recipe.model),
+        lambda named: torch.optim.SGD([p for _, p in named], lr=0.05),
+        max_grad_norm=recipe.train.max_grad_norm,
+        micro_batch_size=recipe.batch.micro_batch_size,
+    )
+    place = {"world_size": world.size, "rank": world.rank, "micro_batch_size": recipe.batch.micro_batch_size}
+    order = GlobalOrder(num_items=len(train), global_batch_size=recipe.batch.global_batch_size, seed=recipe.seed)
+    windows = Windows(train, order=order, device=world.device, **place)
+    epochs: list[list[int]] = [[], []]
+    by_window: list[list[int]] = []
+    micro_steps = 0
+    for epoch in range(2):
+        for window in windows.epoch(epoch):
+            shardkit.train_step(engine, window, loss)
+            by_window.append([number for batch in window for number in batch.indices])
+            epochs[epoch] += by_window[-1]
+            micro_steps += len(window)
+    place["micro_batch_size"] = 70
+    order = GlobalOrder.for_evaluation(len(held_out), world_size=world.size, micro_batch_size=70)
+    scores = evaluate(engine, Windows(held_out, order=order, device=world.device, **place), loss)
+    engine.close()
+    return {
+        "epochs": epochs,
+        "windows": by_window,
+        "items": len(train),
+        "micro_steps": micro_steps,
+        "eval items": scores.items,
+    }

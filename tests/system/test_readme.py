@@ -1,0 +1,71 @@
+"""Every command of README.md is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands() -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    return [
+        line[2:]
+        for block in re.findall(r"```console\n(.*?)```", text, re.S)
+        for line in block.splitlines()
+        if line.startswith("$ ")
+    ]
+
+
+# Too long for here, and what runs each instead.
+ELSEWHERE = {
+    "make demo": "tests/packaging and .ci/run",
+    "pip install -c constraints.txt '.[all]'": "the Makefile installs the same, and tests/packaging a wheel",
+    "python -m pytest tests/conformance --backend tests.third_party.engines:ManualEngine": "test_third_party.py",
+}
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = shlex.split(command)
+    if words[0] == "python":
+        words[0] = sys.executable
+    else:
+        words[0] = str(Path(sys.executable).parent / words[0])
+    if "shardkit.launch" in words:
+        words += [f"run_dir={folder / 'run'}", "train.max_steps=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def test_the_readme_has_commands() -> None:
+    assert len(commands()) >= 9
+    assert set(ELSEWHERE) <= set(commands())
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c not in ELSEWHERE])
+def test_a_command_of_the_readme_works(command: str, tmp_path: Path) -> None:
+    done = run(command, tmp_path)
+    if "zero4" in command:
+        assert done.returncode == 2
+        shown = (ROOT / "README.md").read_text().split(command)[1].split("```")[0].strip().splitlines()
+        printed = done.stderr.strip().splitlines()
+        assert len(printed) == len(shown)
+        for got, line in zip(printed, shown, strict=True):
+            assert got.startswith(line.removesuffix("...").rstrip())
+        assert not (tmp_path / "run").exists()
+        return
+    assert done.returncode == 0, done.stderr[-3000:]
+    if "shardkit.launch" in command:
+        lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert lines[-1]["status"] == "completed" and lines[-1]["steps"] == 2
+    else:
+        losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
+        assert len(losses) == 4 and losses[-1] < losses[0] / 5
