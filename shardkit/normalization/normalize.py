@@ -1,0 +1,75 @@
+"""Normalisation by statistics that other ranks share, and its gradient through them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardkit.normalization.moments import Moments
+
+
+class Normalize(Function):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias, with mean and var functions of every x that shares them.
+
+    Backward, Ioffe and Szegedy 2015 (section 3), with the sums over all values that share the statistics:
+    dx = weight / std * (dy - sum(dy) / n - xhat * sum(dy * xhat) / n). The gradients of weight and bias are this
+    rank's own sums; the engine adds them up over the ranks as it does for every parameter. There is no second
+    derivative, and asking for it is an error.
+
+    Arguments: x (N, C, ...); weight and bias (C,) or None; the `Moments` to normalise by, those of x and of the
+    ranks in `group` (False: of x alone); eps; and whether x is part of the moments (a filler's is not).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        moments: Moments,
+        eps: float,
+        group: Any,
+        counts: bool,
+    ) -> torch.Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        mean, inverse = moments.mean.to(wide), (moments.variance() + eps).rsqrt().to(wide)
+        ctx.save_for_backward(x, weight, bias, mean, inverse, moments.count)
+        ctx.group, ctx.counts = group, counts
+        y = (x.to(wide) - _channels(mean, x)) * _channels(inverse, x)
+        if weight is not None:
+            y = y * _channels(weight.to(wide), x)
+        if bias is not None:
+            y = y + _channels(bias.to(wide), x)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias, mean, inverse, count = ctx.saved_tensors
+        dims = [d for d in range(x.dim()) if d != 1]
+        dy = gradients[0].to(mean.dtype)
+        xhat = (x.to(mean.dtype) - _channels(mean, x)) * _channels(inverse, x)
+        sum_dy, sum_dy_xhat = dy.sum(dims), (dy * xhat).sum(dims)
+        d_weight = sum_dy_xhat.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+        d_bias = sum_dy.to(bias.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat([sum_dy, sum_dy_xhat])
+            if ctx.group is not False:
+                # Also with an empty batch: the other ranks wait for it.
+                dist.all_reduce(sums, group=ctx.group)
+            if ctx.counts:
+                mean_dy, mean_dy_xhat = (sums / count.to(sums.dtype).clamp(min=1)).chunk(2)
+                dy = dy - _channels(mean_dy, x) - xhat * _channels(mean_dy_xhat, x)
+            scale = inverse if weight is None else inverse * weight.to(mean.dtype)
+            dx = (dy * _channels(scale, x)).to(x.dtype)
+        return dx, d_weight, d_bias, None, None, None, None
+
+
+def _channels(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(C,) as (1, C, 1, ...)."""
+    return value.reshape(1, -1, *[1] * (like.dim() - 2))
