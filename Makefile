@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(VENV)/.installed
-	@echo "shardkit: training recipes/digits-resnet.yaml (about a minute on 2 CPU cores)"
+	@echo "shardkit: training recipes/digits-resnet.yaml (some seconds on 2 CPU cores)"
 	$(RUN) -m shardkit.launch recipes/digits-resnet.yaml
 
 test: $(VENV)/.installed

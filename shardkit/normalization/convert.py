@@ -86,12 +86,12 @@ def _substitution_refusal(layer: _BatchNorm) -> str | None:
 def convert(layer: _BatchNorm, policy: Policy, settings: Normalization) -> str:
     """Make `layer` what `policy` says, in place; why, in words. `refusal` said it can be."""
     if policy in ("group", "layer", "instance"):
-        layer.converted_from = _origin(layer)
+        vars(layer)["converted_from"] = _origin(layer)
         substitute(layer, policy, settings.num_groups)
         return "independent of the batch; needs retraining"
     assert policy != "keep"
     if not isinstance(layer, BatchNorm):
-        layer.converted_from = _origin(layer)
+        vars(layer)["converted_from"] = _origin(layer)
         layer.__class__ = kept(type(layer))
         layer.__dict__.pop("process_group", None)
     assert isinstance(layer, BatchNorm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import cast
 
@@ -64,8 +65,10 @@ def apply_policy(
         NormalizationError: a layer would lose something, a rule matches no layer, or the model is wrapped; lists all.
     """
     found = _survey(model)
-    policy, explanation = settings.policy, ""
-    if policy == "auto":
+    policy: Policy
+    if settings.policy != "auto":
+        policy, explanation = settings.policy, ""
+    else:
         policy, explanation = recommend(
             model,
             world_size=world.size,
@@ -74,7 +77,7 @@ def apply_policy(
             pretrained=settings.pretrained,
             spatial_size=None,
         )
-    chosen = [_choose(item, policy, settings.rules) for item in found]
+    chosen: list[Policy] = [_choose(item, policy, settings.rules) for item in found]
     problems = _idle_rules(found, settings.rules) + _refusals(found, chosen)
     if problems:
         raise NormalizationError("\n".join(problems))
@@ -120,7 +123,10 @@ def _matches(item: _Found, pattern: str) -> bool:
 
 
 def _choose(item: _Found, policy: Policy, rules: list[NormalizationRule]) -> Policy:
-    return next((rule.policy for rule in rules if _matches(item, rule.match)), policy)
+    for rule in rules:
+        if _matches(item, rule.match):
+            return rule.policy
+    return policy
 
 
 def _idle_rules(found: list[_Found], rules: list[NormalizationRule]) -> list[str]:
@@ -190,12 +196,12 @@ def _connect(layers: tuple[BatchNorm, ...], world: World) -> None:
     """Tell the layers their ranks. One process group of their own: its collectives never mix with the backend's."""
     group = next((layer.group for layer in layers if layer.group is not None), None)
     if group is None and world.size > 1 and any(layer.over_ranks for layer in layers):
-        group = dist.new_group(timeout=_timeout(world))
+        group = cast(dist.ProcessGroup, dist.new_group(timeout=_timeout(world)))
     for layer in layers:
         layer.world, layer.group = world, group
 
 
-def _timeout(world: World) -> object:
+def _timeout(world: World) -> timedelta | None:
     """That of the ranks' own group, which `new_group` does not take over; None = torch's default."""
     backend = dist.group.WORLD._get_backend(world.device) if dist.group.WORLD is not None else None
     return getattr(getattr(backend, "options", None), "_timeout", None)

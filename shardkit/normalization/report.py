@@ -47,7 +47,9 @@ class Applied:
         if not self.rows:
             return "\n".join([*lines, "no norm layer in this model"]) + "\n"
         cells = [("layer", "was", "is", "why"), *((row.layer, row.old, row.new, row.why) for row in self.rows)]
-        widths = [min(max(map(len, column)), limit) for column, limit in zip(zip(*cells, strict=True), _LIMITS)]
+        widths = [
+            min(max(map(len, column)), limit) for column, limit in zip(zip(*cells, strict=True), _LIMITS, strict=False)
+        ]
         widths.append(WIDTH - sum(widths) - 2 * len(widths))
         for row in cells:
             wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -72,7 +73,8 @@ def kept(kind: type[_BatchNorm]) -> type[BatchNorm]:
     if has_own_forward(kind):
         namespace.update(forward=_forward(kind), _moments=_only_once)
     # A class that cannot be found by its name: `__reduce_ex__` makes it anew from `kind`.
-    return type(kind.__name__, (kind, BatchNorm), namespace)
+    bases: tuple[type, ...] = (kind, BatchNorm)
+    return types.new_class(kind.__name__, bases, exec_body=lambda body: body.update(namespace))
 
 
 def _blank(kind: type[_BatchNorm]) -> BatchNorm:
@@ -126,8 +128,9 @@ class _Led(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         same = weight is layer.weight and call["bias"] is layer.bias and call["eps"] == layer.eps
         if not (same and call["training"]):
+            name = type(layer).__name__
             raise NormalizationError(
-                f"the forward of {type(layer).__name__} gives F.batch_norm another weight, bias or eps than its own, or "
-                f"evaluates in training; keep it with the rule {{match: {type(layer).__name__}, policy: keep}}"
+                f"the forward of {name} gives F.batch_norm another weight, bias or eps than its own, or evaluates in "
+                f"training; keep it with the rule {{match: {name}, policy: keep}}"
             )
         return BatchNorm.forward(layer, call["input"])

@@ -42,8 +42,8 @@ def num_groups(channels: int, most: int) -> int:
     return max(groups for groups in range(1, most + 1) if channels % groups == 0 and channels // groups >= fewest)
 
 
-def substitute(layer: _BatchNorm, policy: Substitution, most_groups: int) -> str:
-    """Turn `layer` in place into a norm that does not depend on the batch; what it is now, in words.
+def substitute(layer: _BatchNorm, policy: Substitution, most_groups: int) -> None:
+    """Turn `layer` in place into a norm that does not depend on the batch.
 
     It stays the same object, at all its places, with its hooks and the same weight and bias; eps and the training
     flag stay, the running statistics go.
@@ -59,12 +59,15 @@ def substitute(layer: _BatchNorm, policy: Substitution, most_groups: int) -> str
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             layer.register_buffer(name, None)
         new: type[nn.Module] = next((known[base] for base in known if issubclass(kind, base)), InstanceNorm)
-        layer.__class__ = new
-        return "InstanceNorm"
+        _become(layer, new)
+        return
     groups = 1 if policy == "layer" else num_groups(channels, most_groups)
     for name in ("num_features", "momentum", "track_running_stats"):
         layer.__dict__.pop(name)
     known_rank = issubclass(kind, nn.BatchNorm2d | nn.BatchNorm3d)
-    layer.__class__ = nn.GroupNorm if known_rank else GroupNorm
+    _become(layer, nn.GroupNorm if known_rank else GroupNorm)
     layer.__dict__.update(num_groups=groups, num_channels=channels)
-    return f"GroupNorm({groups})"
+
+
+def _become(layer: nn.Module, kind: type[nn.Module]) -> None:
+    layer.__class__ = kind
