@@ -155,9 +155,9 @@ class BatchNorm(_BatchNorm):
         mean, variance = self.running_mean, self.running_var
         if mean is None or variance is None or not self.track_running_stats:
             return
-        seen = moments.count > 0
+        seen = (moments.count > 0).double()
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(seen)
+            self.num_batches_tracked.add_(seen.long())
         if self.momentum is not None:
             factor = seen * self.momentum
         elif self.num_batches_tracked is not None:

@@ -42,8 +42,9 @@ def is_already(layer: _BatchNorm, policy: Policy, settings: Normalization) -> bo
     """Whether `policy` would change nothing."""
     if policy == "keep":
         return True
-    same = isinstance(layer, BatchNorm) and layer.mode == policy
-    return same and (policy != "deferred" or layer.over_ranks == settings.over_ranks)
+    if not isinstance(layer, BatchNorm) or layer.mode != policy:
+        return False
+    return policy != "deferred" or layer.over_ranks == settings.over_ranks
 
 
 def refusal(layer: _BatchNorm, policy: Policy) -> str | None:

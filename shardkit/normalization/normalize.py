@@ -48,7 +48,9 @@ class Normalize(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, mean, inverse, count = ctx.saved_tensors
         dims = [d for d in range(x.dim()) if d != 1]
         dy = gradients[0].to(mean.dtype)
