@@ -12,7 +12,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from shardkit.errors import NormalizationError
@@ -26,7 +25,7 @@ from shardkit.world import World
 log = logging.getLogger(__name__)
 
 _INDEPENDENT = re.compile(r"(Group|Layer|Instance|RMS)_?Norm", re.IGNORECASE)
-# By the names of classes that may not be installed.
+# By name: classes that may not be installed, or that cost half a second to import.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}
 
 
@@ -172,7 +171,7 @@ def _refuse_wrapped(model: nn.Module, optimizer_built: bool) -> None:
             raise NormalizationError(f"normalization: {name or 'the model'!r} is wrapped already ({wrapper}); {first}")
     for name, parameter in model.named_parameters():
         # The second is how parameters are marked whose values other ranks hold.
-        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+        if type(parameter).__name__ == "DTensor" or hasattr(parameter, "ds_id"):
             raise NormalizationError(f"normalization: parameter {name!r} is sharded already; {first}")
 
 

@@ -288,13 +288,15 @@ def test_what_can_not_be_converted_or_need_not_is_named(caplog: pytest.LogCaptur
     assert applied.layers == ()
 
 
-@pytest.mark.parametrize("case", ["optimizer", "ddp", "sharded"])
+@pytest.mark.parametrize("case", ["optimizer", "ddp", "sharded", "dtensor"])
 def test_too_late_is_refused(case: str) -> None:
     model = ResNet()
     if case == "ddp":
         model = type("DistributedDataParallel", (nn.Sequential,), {})(model)
     if case == "sharded":
         model.fc.weight.ds_id = 3
+    if case == "dtensor":
+        model.fc.weight = nn.Parameter(torch.zeros(5, 8).as_subclass(type("DTensor", (torch.Tensor,), {})))
     with pytest.raises(NormalizationError, match="before it is wrapped and before its optimizer"):
         apply(model, "sync", optimizer_built=case == "optimizer")
     assert apply(model, "keep", optimizer_built=case == "optimizer").layers == ()
