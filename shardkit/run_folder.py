@@ -29,6 +29,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def normalization(self) -> Path:
+        return self.path / "normalization.txt"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

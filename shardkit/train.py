@@ -25,6 +25,7 @@ from shardkit.run_folder import RunFolder
 if TYPE_CHECKING:
     from shardkit.data.loader import Windows
     from shardkit.loop import Journal, Outcome
+    from shardkit.normalization.report import Applied
     from shardkit.recipe.load import Loaded
     from shardkit.recipe.schema import Recipe
     from shardkit.world import World
@@ -76,8 +77,12 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> None:
         max_grad_norm=recipe.train.max_grad_norm,
         precision=recipe.train.precision,
         blocks=recipe.blocks,
+        normalization=recipe.normalization,
         micro_batch_size=recipe.batch.micro_batch_size,
+        gradient_accumulation_steps=recipe.gradient_accumulation_steps(world.size),
     )
+    if world.rank == 0:
+        _report_norms(engine.norms.applied, folder)
     scheduler = build(recipe.scheduler, engine.optimizer) if recipe.scheduler is not None else None
     seed_apart(recipe.seed, world.rank)
     cadence = Cadence(
@@ -102,6 +107,13 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> None:
     engine.close()
     if world.rank == 0:
         log.info("%s", _summary(outcome, folder))
+
+
+def _report_norms(applied: Applied, folder: RunFolder) -> None:
+    """Write what the policy did to each layer; say it where it did something."""
+    folder.normalization.write_text(applied.table(), encoding="utf-8")
+    if applied.layers or applied.explanation or applied.policy != "keep":
+        log.info("%s", applied.table().rstrip())
 
 
 def _in_folder(folder: RunFolder) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit.engines.accelerator import checked_accelerator, refuse_second, reset_accelerate
 from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
-from shardkit.engines.fsdp2 import fsdp2_traits, mixed_precision, shard_norms
+from shardkit.engines.fsdp2 import fsdp2_traits, mixed_precision, reshard, shard_norms
 from shardkit.engines.names import trainable
 from shardkit.engines.options import AccelerateFsdp2Options
 from shardkit.engines.start import check_parameters
@@ -96,8 +96,7 @@ class AccelerateFsdp2Engine(Engine):
     def inference(self) -> Iterator[None]:
         with torch.no_grad(), autocast(self.settings.precision, self.world.device):
             yield
-        # The root stays gathered after a forward without a backward (torch 2.13); parameters() must be shards again.
-        cast(FSDPModule, self.model).reshard()
+        reshard(self.model)
 
     def backward(self, loss: torch.Tensor) -> None:
         # Divides by its accumulation steps, which are 1.

@@ -26,6 +26,9 @@ def check_backend(loaded: Loaded, device: str, world_size: int) -> list[Problem]
     refused = optimizer_refusal(traits, name, optimizer)
     if refused:
         found.append(("optimizer", refused))
+    if recipe.normalization.exact.memory == "constant":
+        can = "no backend of this version carries it; use memory: blocks, with offload: true for the least memory"
+        found.append(("normalization.exact.memory", f"constant: {can}"))
     return [Problem(place=loaded.place(key), key=key, message=message) for key, message in found]
 
 

@@ -19,6 +19,7 @@ from shardkit.engines.options import Fsdp2Options
 from shardkit.engines.start import check_parameters
 from shardkit.engines.units import find_units
 from shardkit.engines.whole import autocast, clipped_step, whole_state
+from shardkit.normalization.batch_norm import BatchNorm
 from shardkit.world import World
 
 
@@ -56,8 +57,7 @@ class Fsdp2Engine(Engine):
     def inference(self) -> Iterator[None]:
         with torch.no_grad(), autocast(self.settings.precision, self.world.device):
             yield
-        # The root stays gathered after a forward without a backward (torch 2.13); parameters() must be shards again.
-        cast(FSDPModule, self.model).reshard()
+        reshard(self.model)
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -108,11 +108,13 @@ def shard(model: nn.Module, settings: EngineSettings, options: Fsdp2Options) -> 
 
 
 def shard_norms(model: nn.Module, settings: EngineSettings, mesh: DeviceMesh | None, cpu_offload: bool) -> None:
-    """Under bf16-mixed, gather the weights of BatchNorm layers in fp32, all layers in one small unit.
+    """Under bf16-mixed, gather the weights of torch's own BatchNorm layers in fp32, all layers in one small unit.
 
-    Their running statistics stay fp32, and torch 2.13 refuses those beside bf16 weights.
+    Their running statistics stay fp32, and torch 2.13 refuses those beside bf16 weights; shardkit's layer upcasts.
     """
-    norms: list[nn.Module] = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine]
+    norms: list[nn.Module] = [
+        m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine and not isinstance(m, BatchNorm)
+    ]
     if settings.precision == "bf16-mixed" and norms:
         fully_shard(
             norms,
@@ -121,6 +123,17 @@ def shard_norms(model: nn.Module, settings: EngineSettings, mesh: DeviceMesh | N
             mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
             offload_policy=offload_policy(cpu_offload),
         )
+
+
+def reshard(model: nn.Module) -> None:
+    """Make the parameters shards again after a forward without a backward.
+
+    The root and every unit that is not resharded after its forward stay gathered then (torch 2.13), and parameters()
+    would be other tensors than the optimizer's.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def offload_policy(cpu_offload: bool) -> OffloadPolicy:

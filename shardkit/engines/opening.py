@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,10 +14,12 @@ from shardkit.engines.checks import optimizer_refusal, refusals
 from shardkit.engines.start import same_start
 from shardkit.engines.units import find_units
 from shardkit.errors import BackendError
+from shardkit.normalization.exact import recompute_blocks
 from shardkit.normalization.logical_batch import LogicalBatch
+from shardkit.normalization.policy import apply_policy
 from shardkit.recipe.backend import load_backend
 from shardkit.recipe.build import make_options
-from shardkit.recipe.schema import Backend
+from shardkit.recipe.schema import Backend, Normalization, Policy
 from shardkit.world import World
 
 
@@ -30,7 +32,9 @@ def open_engine(
     max_grad_norm: float | None = None,
     precision: Precision = "fp32",
     blocks: Sequence[str] = (),
+    normalization: Policy | Literal["auto"] | Normalization = "keep",
     micro_batch_size: int = 1,
+    gradient_accumulation_steps: int = 1,
 ) -> Engine:
     """Wrap `model` for `backend` and build its optimizer.
 
@@ -44,10 +48,15 @@ def open_engine(
         max_grad_norm: clip by the global norm; None = no clipping.
         precision: fp32, bf16-mixed or bf16-true; see the recipe's train.precision.
         blocks: globs on module or class names that are sharded as one unit each; empty = found in the model.
-        micro_batch_size: items a forward; only told to backends that want to know.
+        normalization: what becomes of BatchNorm layers: a policy, or the recipe's section; see
+            `shardkit.normalization.apply_policy`.
+        micro_batch_size: items a forward of one rank; told to backends that want to know, and to policy auto.
+        gradient_accumulation_steps: micro-batches of one rank in a window; told to policy auto.
 
     Raises:
-        BackendError: the backend is unknown, not installed, or cannot honour a setting here.
+        RecipeError: there is no such backend, or it has no such option.
+        BackendError: the backend is not installed, or cannot honour a setting here.
+        NormalizationError: a norm layer would lose something under the policy.
     """
     chosen = backend if isinstance(backend, Backend) else load_backend(backend, options_of=registry.options_of)
     world = world or World.current()
@@ -75,9 +84,34 @@ def open_engine(
         blocks=tuple(blocks),
         micro_batch_size=micro_batch_size,
     )
+    norms = normalize(
+        model,
+        normalization if isinstance(normalization, Normalization) else Normalization(policy=normalization),
+        settings,
+        gradient_accumulation_steps,
+    )
     engine = adapter(model, _checked(make_optimizer, traits, chosen.name), settings, options)
-    engine.norms = LogicalBatch()
+    engine.norms = norms
     return engine
+
+
+def normalize(
+    model: nn.Module, section: Normalization, settings: EngineSettings, gradient_accumulation_steps: int
+) -> LogicalBatch:
+    """Apply the policy to the bare model; under exact, its blocks recompute themselves."""
+    applied = apply_policy(
+        model,
+        section,
+        world=settings.world,
+        micro_batch_size=settings.micro_batch_size,
+        accumulation=gradient_accumulation_steps,
+    )
+    exact = any(layer.mode == "exact" for layer in applied.layers)
+    if exact:
+        recompute_blocks(find_units(model, section.exact.blocks or settings.blocks))
+    offload = section.exact.offload
+    on_host = exact and (offload is True or (offload == "auto" and settings.world.device.type != "cpu"))
+    return LogicalBatch(applied=applied, joined=exact, on_host=on_host)
 
 
 def _checked(make_optimizer: MakeOptimizer, traits: Traits, name: str) -> MakeOptimizer:

@@ -109,7 +109,9 @@ class BatchNorm(_BatchNorm):
         counted = own if counts else Moments.none(self.num_features, input.device)
         held = Moments.merge(self._gather(counted.packed())) if self.over_ranks else counted
         self._refuse_single_values(held, input)
-        self._keep(held)
+        # A block that another's checkpointing recomputes, in a backward, has been counted in its first pass.
+        if torch._C._current_graph_task_id() == -1:
+            self._keep(held)
         # Where nothing counts, a filler is normalised by itself: by zeros it would overflow within a few layers.
         moments = held if counts else held.or_else(own)
         if tape is not None:

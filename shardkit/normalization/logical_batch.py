@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardkit.normalization.batch_norm import BatchNorm
+from shardkit.normalization.report import Applied
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalBatch:
-    """The layers whose statistics belong to the window, and whether it runs as one batch."""
+    """The norms of a model whose statistics belong to the window, and whether it runs as one batch."""
 
-    layers: tuple[BatchNorm, ...] = ()
-    # Those that commit their running statistics at its end.
+    applied: Applied
+    # What the policy did to each layer.
     joined: bool = False
     # The micro-batches of a rank are concatenated into one forward (policy exact).
     on_host: bool = False
     # Saved tensors wait for the backward in host memory.
+
+    @property
+    def layers(self) -> tuple[BatchNorm, ...]:
+        """Those of shardkit's own, which commit their running statistics at the end of a window."""
+        return self.applied.layers

@@ -286,12 +286,15 @@ def assemble(results: list[dict[str, Any]]) -> dict[tuple[str, str, str | None],
         for kind, name, state, shape, start, tensor, _dtype, _replicated in result["state"]:
             key = (kind, name, state)
             if key not in whole:
-                whole[key] = torch.full((math.prod(shape),), float("nan"))
+                dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
+                whole[key] = torch.full((math.prod(shape),), float("nan"), dtype=dtype)
                 seen[key] = torch.zeros(math.prod(shape), dtype=torch.bool)
             piece = slice(start, start + tensor.numel())
             overlap = seen[key][piece]
             if kind != "buffer":
-                assert torch.equal(whole[key][piece][overlap], tensor[overlap]), f"replicas differ: {key}"
+                assert torch.equal(whole[key][piece][overlap], tensor[overlap].to(whole[key].dtype)), (
+                    f"replicas differ: {key}"
+                )
             whole[key][piece] = tensor
             seen[key][piece] = True
     for key, mask in seen.items():
@@ -312,11 +315,12 @@ def open_plain(backend: Any) -> None:
 def run_norms(backend: Any, policy: Any, cells: list[list[list[int]]], dtype: str, steps: int = 1) -> dict[str, Any]:
     """One or more windows of a deep BatchNorm net; `cells[micro-step][rank]` are item numbers, [] = a filler.
 
-    SGD with lr 1: what a step took away from a parameter is its gradient.
+    The gradient is read from SGD's momentum buffer, which it is after a first step.
     """
     import torch
 
     import shardkit
+    from shardkit.normalization.statistics import merge_running_statistics
     from tests.conformance.norms import build_net, item_batch, squared_loss
 
     allow_accelerate_fsdp2()
@@ -327,7 +331,8 @@ def run_norms(backend: Any, policy: Any, cells: list[list[list[int]]], dtype: st
         engine = shardkit.open_engine(
             backend,
             model,
-            lambda named: torch.optim.SGD([p for _, p in named], lr=1.0),
+            # After a first step its buffer is the gradient.
+            lambda named: torch.optim.SGD([p for _, p in named], lr=1.0, momentum=0.9),
             blocks=["blocks.*"],
             normalization=policy,
             micro_batch_size=4,
@@ -338,6 +343,9 @@ def run_norms(backend: Any, policy: Any, cells: list[list[list[int]]], dtype: st
         for step in range(steps):
             report = shardkit.train_step(engine, window, squared_loss, step=step)
         during = dict(counted)
+        buffers = torch.cat([b.double().reshape(-1) for b in engine.model.buffers()])
+        apart = bool((world.stack(buffers) != buffers).any())
+        merge_running_statistics(engine.model, world)
         counted.clear()
         engine.model.eval()
         with engine.inference():
@@ -347,6 +355,7 @@ def run_norms(backend: Any, policy: Any, cells: list[list[list[int]]], dtype: st
         "loss": report.loss,
         "during": during,
         "evaluating": evaluating,
+        "apart before the evaluation": apart,
         "state": [
             (i.kind, i.name, i.state, i.shape, i.start, i.tensor.clone(), str(i.tensor.dtype), i.replicated)
             for i in engine.state()
@@ -361,12 +370,13 @@ def count_collectives() -> Any:
     from collections import Counter
     from contextlib import contextmanager
 
-    import shardkit.normalization.batch_norm as module
+    import shardkit.normalization.batch_norm as layer
+    import shardkit.normalization.normalize as function
 
     @contextmanager
     def counting() -> Any:
         counted: Counter[str] = Counter()
-        real = module.dist
+        real = layer.dist
 
         class Spy:
             def __getattr__(self, name: str) -> Any:
@@ -380,11 +390,11 @@ def count_collectives() -> Any:
 
                 return call
 
-        module.dist = Spy()  # type: ignore[assignment]
+        layer.dist = function.dist = Spy()  # type: ignore[assignment]
         try:
             yield counted
         finally:
-            module.dist = real
+            layer.dist = function.dist = real
 
     return counting()
 
