@@ -58,15 +58,20 @@ class Window:
         for batch, filler in zip(self._batches, self._fillers, strict=True):
             yield batch, not filler
 
-    def joined(self) -> Window:
+    def joined(self, loss: Loss) -> Window:
         """One micro-batch of all that counts, concatenated along the first dim; a filler alone stays one.
 
         Raises:
-            WindowError: the batches cannot be concatenated.
+            WindowError: the batches cannot be concatenated, or their concatenation counts otherwise than they do.
         """
         batches = [batch for batch, counts in self.weighted() if counts]
         window = Window([join_batches(batches) if batches else self._batches[0]])
         window._fillers = [not batches]
+        if len(batches) > 1 and float(loss.count(window._batches[0])) != sum(float(loss.count(b)) for b in batches):
+            raise WindowError(
+                "normalization.policy=exact runs a window as one batch, and the concatenated batch does not count as "
+                "many items as its micro-batches: its tensors must have the items along their first dim"
+            )
         return window
 
     def count_items(self, loss: Loss, world: World) -> float:
@@ -114,8 +119,8 @@ def join_batches(batches: list[Any]) -> Any:
         return {key: join_batches([batch[key] for batch in batches]) for key in first}
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(join_batches(list(parts)) for parts in zip(*batches, strict=True)))
-    if isinstance(first, tuple):
-        return tuple(join_batches(list(parts)) for parts in zip(*batches, strict=True))
+    if isinstance(first, tuple | list) and len({len(batch) for batch in batches}) == 1 and _is_structure(first):
+        return type(first)(join_batches(list(parts)) for parts in zip(*batches, strict=True))
     if isinstance(first, list):
         return [item for batch in batches for item in batch]
     if all(batch == first for batch in batches):
@@ -124,6 +129,11 @@ def join_batches(batches: list[Any]) -> Any:
         f"normalization.policy=exact runs a window as one batch, and cannot concatenate {type(first).__name__}; give "
         "batches as tensors in tuples, lists or mappings"
     )
+
+
+def _is_structure(value: tuple[Any, ...] | list[Any]) -> bool:
+    """Whether a sequence is the parts of a batch, as torch's collate makes them, and not one entry an item."""
+    return all(isinstance(part, torch.Tensor | Mapping | tuple | list) for part in value)
 
 
 def train_step(
@@ -159,7 +169,7 @@ def train_step(
     if items == 0:
         return WindowReport(loss=None, grad_norm=0.0, items=0.0, skipped=True)
     if engine.norms.joined:
-        window = window.joined()
+        window = window.joined(loss)
     sums = []
     for index, (batch, counts) in enumerate(window.weighted()):
         with engine.micro_step(last=index == len(window) - 1), counting(counts):

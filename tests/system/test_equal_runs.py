@@ -75,6 +75,21 @@ def test_a_model_no_one_here_wrote_runs_by_changing_one_word(run: Run, backend: 
     assert got[-1]["status"] == "completed" and all(loss < 4 for loss in column(got, "loss"))
 
 
+@pytest.mark.parametrize(("processes", "micro_batch_size"), [(2, 4), (4, 8), (2, 16)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_exact_batch_norm_depends_on_neither_processes_nor_micro_batch(
+    run: Run, backend: str, processes: int, micro_batch_size: int
+) -> None:
+    def digits(backend: str, processes: int, micro_batch_size: int) -> list[dict[str, Any]]:
+        cut = [f"launch.nproc_per_node={processes}", f"batch.micro_batch_size={micro_batch_size}"]
+        fixed = ["batch.global_batch_size=64", "normalization.policy=exact", "train.max_steps=20"]
+        return run("digits-resnet", f"backend={backend}", *cut, *fixed)
+
+    want, got = digits("single", 1, 64), digits(backend, processes, micro_batch_size)
+    # Measured: 1.6e-7 at worst.
+    assert column(got, "loss") == pytest.approx(column(want, "loss"), rel=2e-5)
+
+
 def test_digits_reach_97_percent_in_two_minutes(run: Run) -> None:
     start = time.monotonic()
     got = run("digits-resnet")
