@@ -19,7 +19,8 @@ from shardkit.engines.api import Engine
 from shardkit.errors import NonFiniteError, WindowError
 from shardkit.losses import Loss, adapt
 from shardkit.normalization.batch_norm import commit, counting
-from shardkit.normalization.exact import on_host
+from shardkit.normalization.host import on_host
+from shardkit.normalization.slices import sliced
 from shardkit.world import World
 
 
@@ -49,6 +50,8 @@ class Window:
         given = list(micro_batches)
         self._batches = [getattr(item, "batch", item) for item in given]
         self._fillers = [bool(getattr(item, "filler", False)) for item in given]
+        self.sizes: tuple[int, ...] = ()
+        # Of a joined window: the first dims of the micro-batches it was made of.
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -67,6 +70,7 @@ class Window:
         batches = [batch for batch, counts in self.weighted() if counts]
         window = Window([join_batches(batches) if batches else self._batches[0]])
         window._fillers = [not batches]
+        window.sizes = tuple(map(num_items, batches or self._batches[:1]))
         if len(batches) > 1 and float(loss.count(window._batches[0])) != sum(float(loss.count(b)) for b in batches):
             raise WindowError(
                 "normalization.policy=exact runs a window as one batch, and the concatenated batch does not count as "
@@ -131,6 +135,14 @@ def join_batches(batches: list[Any]) -> Any:
     )
 
 
+def num_items(batch: Any) -> int:
+    """The first dim of the first tensor in a batch; 0 without one."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 0
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return next((n for n in map(num_items, parts) if n), 0)
+
+
 def _is_structure(value: tuple[Any, ...] | list[Any]) -> bool:
     """Whether a sequence is the parts of a batch, as torch's collate makes them, and not one entry an item."""
     return all(isinstance(part, torch.Tensor | Mapping | tuple | list) for part in value)
@@ -173,7 +185,7 @@ def train_step(
     sums = []
     for index, (batch, counts) in enumerate(window.weighted()):
         with engine.micro_step(last=index == len(window) - 1), counting(counts):
-            with on_host(engine.norms.on_host):
+            with on_host(engine.norms.on_host), sliced(window.sizes):
                 loss_sum, _ = loss(engine.model, batch)
             engine.backward(loss_sum * (world.size / items if counts else 0.0))
         sums.append(loss_sum.detach().double() if counts else torch.zeros_like(loss_sum, dtype=torch.float64))

@@ -42,6 +42,8 @@ class Traits:
     # Values of train.precision it honours.
     max_world_size: int | None = None
     # The largest world it runs in; None = any.
+    constant_memory: bool = True
+    # Blocks can run one micro-batch at a time, several times over (normalization.exact.memory: constant).
     world_multiple: int = 1
     # The number of processes must be a multiple of it.
     needs_process_group: bool = True

@@ -7,6 +7,7 @@ from shardkit.engines.api import Traits
 from shardkit.errors import Problem
 from shardkit.recipe.build import check_options, make_options
 from shardkit.recipe.load import Loaded
+from shardkit.recipe.schema import Normalization
 
 
 def check_backend(loaded: Loaded, device: str, world_size: int) -> list[Problem]:
@@ -26,9 +27,9 @@ def check_backend(loaded: Loaded, device: str, world_size: int) -> list[Problem]
     refused = optimizer_refusal(traits, name, optimizer)
     if refused:
         found.append(("optimizer", refused))
-    if recipe.normalization.exact.memory == "constant":
-        can = "no backend of this version carries it; use memory: blocks, with offload: true for the least memory"
-        found.append(("normalization.exact.memory", f"constant: {can}"))
+    refused = constant_refusal(traits, name, recipe.normalization)
+    if refused:
+        found.append(("normalization.exact.memory", refused))
     return [Problem(place=loaded.place(key), key=key, message=message) for key, message in found]
 
 
@@ -68,5 +69,16 @@ def optimizer_refusal(traits: Traits, name: str, optimizer: str) -> str | None:
         return (
             f"backend {name!r} would train {optimizer} wrongly: it needs whole tensors, and this backend holds "
             "shards; use AdamW or SGD, or a backend that keeps parameters whole, as ddp"
+        )
+    return None
+
+
+def constant_refusal(traits: Traits, name: str, section: Normalization) -> str | None:
+    """The sentence that refuses exact normalization at constant memory, or None."""
+    if section.exact.memory == "constant" and not traits.constant_memory:
+        return (
+            f"backend {name!r} cannot run a block several times over one micro-batch after the other, which constant "
+            "needs; use memory: blocks with offload: true, or a backend that keeps a block's parameters together, as "
+            "fsdp2"
         )
     return None

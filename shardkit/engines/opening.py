@@ -10,13 +10,14 @@ from torch import nn
 
 from shardkit.engines import registry
 from shardkit.engines.api import Engine, EngineSettings, MakeOptimizer, NamedParameters, Precision, Traits
-from shardkit.engines.checks import optimizer_refusal, refusals
+from shardkit.engines.checks import constant_refusal, optimizer_refusal, refusals
 from shardkit.engines.start import same_start
 from shardkit.engines.units import find_units
 from shardkit.errors import BackendError
 from shardkit.normalization.exact import recompute_blocks
 from shardkit.normalization.logical_batch import LogicalBatch
 from shardkit.normalization.policy import apply_policy
+from shardkit.normalization.slices import slice_blocks
 from shardkit.recipe.backend import load_backend
 from shardkit.recipe.build import make_options
 from shardkit.recipe.schema import Backend, Normalization, Policy
@@ -84,12 +85,11 @@ def open_engine(
         blocks=tuple(blocks),
         micro_batch_size=micro_batch_size,
     )
-    norms = normalize(
-        model,
-        normalization if isinstance(normalization, Normalization) else Normalization(policy=normalization),
-        settings,
-        gradient_accumulation_steps,
-    )
+    section = normalization if isinstance(normalization, Normalization) else Normalization(policy=normalization)
+    refused = constant_refusal(traits, chosen.name, section)
+    if refused:
+        raise BackendError(refused)
+    norms = normalize(model, section, settings, gradient_accumulation_steps)
     engine = adapter(model, _checked(make_optimizer, traits, chosen.name), settings, options)
     engine.norms = norms
     return engine
@@ -107,11 +107,13 @@ def normalize(
         accumulation=gradient_accumulation_steps,
     )
     exact = any(layer.mode == "exact" for layer in applied.layers)
+    constant = section.exact.memory == "constant"
     if exact:
-        recompute_blocks(find_units(model, section.exact.blocks or settings.blocks))
+        blocks = find_units(model, section.exact.blocks or settings.blocks)
+        (slice_blocks if constant else recompute_blocks)(blocks)
     offload = section.exact.offload
-    on_host = exact and (offload is True or (offload == "auto" and settings.world.device.type != "cpu"))
-    return LogicalBatch(applied=applied, joined=exact, on_host=on_host)
+    wanted = constant or offload is True or (offload == "auto" and settings.world.device.type != "cpu")
+    return LogicalBatch(applied=applied, joined=exact, on_host=exact and wanted)
 
 
 def _checked(make_optimizer: MakeOptimizer, traits: Traits, name: str) -> MakeOptimizer:

@@ -32,6 +32,8 @@ def zero_traits(options: DeepSpeedOptions) -> Traits:
     return Traits(
         shards=SHARDED[options.stage],
         reduces="once a window" if options.stage == 1 else "each micro-step",
+        # Stage 3 frees a block's parameters between its submodules, also while a backward goes over it again.
+        constant_memory=options.stage != 3,
         # bf16-true would need bf16 masters, which ZeRO keeps in fp32.
         precisions=frozenset({"fp32", "bf16-mixed"}),
         unused_parameters="refused when decayed",

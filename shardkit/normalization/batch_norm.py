@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from shardkit.normalization.tape import Tape
 from shardkit.world import World
 
 _COUNTING: ContextVar[bool] = ContextVar("counting", default=True)
+_INTERPOSED: ContextVar[Interposed | None] = ContextVar("interposed", default=None)
 
 Mode = Literal["local", "sync", "deferred", "exact", "frozen"]
 
@@ -72,11 +73,13 @@ class BatchNorm(_BatchNorm):
         # Without running statistics, evaluation normalises by its own batch, and by this rank's alone.
         if not self.training or self.mode == "local":
             return self._torch(input)
+        interposed = _INTERPOSED.get()
+        if interposed is not None and self.mode == "exact":
+            return interposed.normalize(self, input)
         moments, counts = self._moments(input)
-        group = self.group if self.over_ranks and self.world.size > 1 else False
         return cast(
             torch.Tensor,
-            Normalize.apply(input, self.weight, self.bias, moments, self.eps, group, counts),
+            Normalize.apply(input, self.weight, self.bias, moments, self.eps, self.reduce, counts),
         )
 
     def _torch(self, input: torch.Tensor) -> torch.Tensor:
@@ -105,18 +108,33 @@ class BatchNorm(_BatchNorm):
         played = tape.replay(self) if tape is not None else None
         if played is not None:
             return played
-        own, counts = Moments.of(input), _COUNTING.get()
-        counted = own if counts else Moments.none(self.num_features, input.device)
+        moments, counts = self.share(Moments.of(input), values=input.numel() // self.num_features)
+        if tape is not None:
+            tape.record(self, moments, counts)
+        return moments, counts
+
+    def share(self, own: Moments, *, values: int) -> tuple[Moments, bool]:
+        """The statistics that this rank's are a part of, noted for the running ones; and whether they are a part.
+
+        `values` is `own.count` as the host knows it. One all-gather where the mode is over ranks.
+        """
+        counts = _COUNTING.get()
+        counted = own if counts else Moments.none(self.num_features, own.mean.device)
         held = Moments.merge(self._gather(counted.packed())) if self.over_ranks else counted
-        self._refuse_single_values(held, input)
+        self._refuse_single_values(held, values)
         # A block that another's checkpointing recomputes, in a backward, has been counted in its first pass.
         if torch._C._current_graph_task_id() == -1:
             self._keep(held)
         # Where nothing counts, a filler is normalised by itself: by zeros it would overflow within a few layers.
-        moments = held if counts else held.or_else(own)
-        if tape is not None:
-            tape.record(self, moments, counts)
-        return moments, counts
+        return held if counts else held.or_else(own), counts
+
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        """`sums` over the ranks that share the statistics."""
+        if not self.over_ranks or self.world.size == 1:
+            return sums
+        total = sums.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
 
     def _keep(self, moments: Moments) -> None:
         if self.mode == "sync":
@@ -126,9 +144,8 @@ class BatchNorm(_BatchNorm):
         else:
             self.pending = (Moments.merge(torch.stack([self.pending[0].packed(), moments.packed()])),)
 
-    def _refuse_single_values(self, moments: Moments, input: torch.Tensor) -> None:
+    def _refuse_single_values(self, moments: Moments, values: int) -> None:
         # Known without reading the device in all cases but that of ranks that hold one value together.
-        values = input.numel() // self.num_features
         if values <= 1 and float(moments.count) == 1:
             who = "all ranks together" if self.over_ranks else f"rank {self.world.rank}"
             raise WindowError(
@@ -193,6 +210,22 @@ class _Group:
 
     def __reduce__(self) -> tuple[type[_Group], tuple[()]]:
         return _Group, ()
+
+
+class Interposed(Protocol):
+    """Takes over what exact layers do in a context."""
+
+    def normalize(self, layer: BatchNorm, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@contextmanager
+def interpose(instead: Interposed) -> Iterator[None]:
+    """Within, exact layers are normalised by `instead`."""
+    token = _INTERPOSED.set(instead)
+    try:
+        yield
+    finally:
+        _INTERPOSED.reset(token)
 
 
 @contextmanager

@@ -7,13 +7,11 @@ arXiv:1604.06174), where a norm plays back the statistics of its first pass: not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.normalization.batch_norm import BatchNorm
@@ -48,49 +46,3 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
         )
 
     return run
-
-
-@contextmanager
-def on_host(enabled: bool) -> Iterator[None]:
-    """Keep what the backward needs in host memory from its forward on; parameters stay where they are."""
-    if not enabled:
-        yield
-        return
-    with saved_tensors_hooks(_to_host, _from_host):
-        yield
-
-
-class _Host:
-    """A tensor's values in host memory, outside torch's allocator where the device is the host itself."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.device, self.dtype = tensor.device, tensor.dtype
-        if tensor.device.type == "cpu":
-            # numpy knows no bf16: the bytes are what is kept.
-            self.values: Any = tensor.detach().contiguous().view(torch.uint8).numpy().copy()
-            self.shape = tensor.shape
-            return
-        self.values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self.values.copy_(tensor.detach(), non_blocking=True)
-
-    def tensor(self) -> torch.Tensor:
-        if isinstance(self.values, torch.Tensor):
-            return self.values.to(self.device, non_blocking=True)
-        return torch.from_numpy(self.values).view(self.dtype).reshape(self.shape)
-
-
-# Smaller tensors are not worth a transfer: statistics, scalars, targets.
-SMALLEST = 2**16
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor | _Host:
-    base = tensor._base if tensor._base is not None else tensor
-    # A leaf that requires a gradient is a parameter, and backends move parameters themselves.
-    parameter = base.requires_grad and base.is_leaf
-    if parameter or tensor.numel() * tensor.element_size() < SMALLEST or type(tensor) is not torch.Tensor:
-        return tensor
-    return _Host(tensor)
-
-
-def _from_host(kept: torch.Tensor | _Host) -> torch.Tensor:
-    return kept.tensor() if isinstance(kept, _Host) else kept

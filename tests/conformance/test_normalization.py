@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from shardkit.recipe.schema import Exact, Normalization
 from tests.conformance.conftest import backend_named
 from tests.conformance.norms import LAYERS, large_batch
 from tests.conformance.ranks import assemble
+from tests.conformance.test_refusals import traits_of
 
 NORMS = 2 * LAYERS + 1
 # ZeRO holds fp32 only.
@@ -51,8 +53,8 @@ def items(cells: Cells) -> list[int]:
 def norm_runs(launch_ranks: Callable[..., list[Any]]) -> Callable[..., tuple[list[Any], dict[Any, Any]]]:
     kept: dict[Any, Any] = {}
 
-    def run(backend: str, policy: str, cells: Cells, **more: Any) -> tuple[list[Any], dict[Any, Any]]:
-        key = (backend, policy, str(cells), str(more))
+    def run(backend: str, policy: Any, cells: Cells, **more: Any) -> tuple[list[Any], dict[Any, Any]]:
+        key = (backend, str(policy), str(cells), str(more))
         if key not in kept:
             dtype = "float64" if backend in WIDE else "float32"
             ranks = launch_ranks(
@@ -95,6 +97,19 @@ def test_exact_gives_the_gradient_of_the_large_batch(norm_runs: Any, backend: st
         for kind, name, _, _, _, tensor, *_ in rank["state"]:
             if kind == "buffer" and name.endswith("num_batches_tracked"):
                 assert tensor.item() == 1
+
+
+def test_exact_at_constant_memory_gives_the_same_gradient(norm_runs: Any, backend: str, world: int) -> None:
+    cells = window_of(world)
+    policy = Normalization(policy="exact", exact=Exact(memory="constant"))
+    if not traits_of(backend).constant_memory:
+        with pytest.raises(pytest.fail.Exception, match="BackendError.*use memory: blocks"):
+            norm_runs(backend, policy, cells)
+        return
+    _, whole = norm_runs(backend, policy, cells)
+    wide = backend in WIDE
+    assert gradient_error(whole, cells) <= (1e-12 if wide else 5e-6)
+    assert statistics_error(whole, cells) <= (1e-12 if wide else 1e-6)
 
 
 def test_ordinary_accumulation_does_not(norm_runs: Any, backend: str, world: int) -> None:

@@ -21,6 +21,7 @@ ORDER = [
     ["loop"],
     ["launch"],
     ["train"],
+    ["doctor"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.memory import PeakBytes
-from shardkit.normalization.exact import on_host
+from shardkit.normalization.host import on_host
 
 N = 256
 SIZE = N * N * 4
