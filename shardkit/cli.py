@@ -1,6 +1,9 @@
-"""The console command: `shardkit launch`, `shardkit recipes`, `shardkit backends`."""
+"""The console command: `shardkit launch`, `shardkit doctor`, `shardkit recipes`, `shardkit backends`."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -16,6 +19,21 @@ def launch(context: typer.Context) -> None:
     from shardkit.launch.__main__ import main as launch_main
 
     raise typer.Exit(launch_main(context.args))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[str, typer.Argument(help="path of the recipe")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="settings over it")] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the numbers")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="write a picture")] = None,
+    output: Annotated[Path | None, typer.Option("--output", metavar="FOLDER", help="write all, with the text")] = None,
+) -> None:
+    """Say what accumulation and ranks do to a recipe's BatchNorm layers, and what to do."""
+    from shardkit.doctor import command
+
+    files = command.Files.asked(json=json, plot=plot, folder=output)
+    raise typer.Exit(command.doctor(recipe, overrides or [], files))
 
 
 @app.command()
