@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +26,38 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # SiLU: a ReLU's kink turns rounding into differences of 1e-4 in fp32.
         return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+@dataclass
+class Output:
+    """What some libraries return."""
+
+    logits: torch.Tensor
+    hidden: dict[str, Any] = field(default_factory=dict)
+
+
+class Pair(NamedTuple):
+    name: str
+    logits: torch.Tensor
+
+
+OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda logits: logits,
+    "dict": lambda logits: {"logits": logits},
+    "tuple": lambda logits: (logits, None),
+    "list": lambda logits: [logits],
+    "namedtuple": lambda logits: Pair("net", logits),
+    "dataclass": lambda logits: Output(logits),
+}
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits in whatever a `Net` returned."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, dict):
+        return output["logits"]
+    return output.logits if hasattr(output, "logits") else output[0]
 
 
 class Net(nn.Module):
@@ -60,7 +93,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x.reshape(-1, shape[-1])).reshape(shape)
         logits = self.head(x * self.gain)
-        return {"logits": logits} if self.output == "dict" else logits
+        return OUTPUTS[self.output](logits)
 
 
 def build_model(case: Case) -> Net:
@@ -132,8 +165,7 @@ class TokenLoss:
         self.scale = scale
 
     def __call__(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, float]:
-        output = model(batch[0])
-        logits = output["logits"] if isinstance(output, dict) else output
+        logits = logits_of(model(batch[0]))
         loss = nn.functional.cross_entropy(
             logits.float().flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED, reduction="sum"
         )
@@ -182,7 +214,8 @@ CASES = [
     Case("frozen", model="frozen", windows=(16, 16), micro_batch_size=2, optimizer="adamw", weight_decay=0.1),
     Case("groups", groups=True, optimizer="adamw", weight_decay=0.1),
     Case("decay", optimizer="momentum", weight_decay=0.3, windows=(16, 16, 16), micro_batch_size=2),
-    Case("dict", output="dict"),
+    # B43.
+    *(Case(kind, output=kind) for kind in OUTPUTS if kind != "tensor"),
     Case("evaluate", evaluate=True, optimizer="momentum"),
     Case("skip", poison=1, nonfinite="skip", optimizer="momentum", windows=(8, 8, 8, 8)),
 ]

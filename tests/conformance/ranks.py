@@ -118,7 +118,11 @@ class Scale:
 
 
 def run_numbers(
-    backend: Any, windows: list[list[list[list[float]]]], halving: bool = False, precision: str = "fp32"
+    backend: Any,
+    windows: list[list[list[list[float]]]],
+    halving: bool = False,
+    precision: str = "fp32",
+    environment: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """SGD with lr 1 on one weight that starts at 0; `windows[w][rank][micro-step]` are numbers dL/dw.
 
@@ -128,6 +132,7 @@ def run_numbers(
 
     import shardkit
 
+    os.environ.update(environment or {})
     allow_accelerate_fsdp2()
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -136,7 +141,7 @@ def run_numbers(
     )
     scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5 if halving else 1.0)
     rank = engine.world.rank
-    result: dict[str, Any] = {"weights": [], "grad_norms": [], "lr": []}
+    result: dict[str, Any] = {"weights": [], "grad_norms": [], "lr": [], "losses": [], "skipped": []}
     for window in windows:
         result["lr"].append(engine.optimizer.param_groups[0]["lr"])
         batches = [torch.tensor(numbers).reshape(-1, 1) for numbers in window[rank]]
@@ -146,8 +151,28 @@ def run_numbers(
         held = [v for values in engine.world.gather([float(t[0]) for t in mine]) for v in values]
         result["weights"].append(held[0])
         result["grad_norms"].append(report.grad_norm)
+        result["losses"].append(report.loss)
+        result["skipped"].append(report.skipped)
     engine.close()
     return result
+
+
+def make_encoder() -> Any:
+    import torch
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(11)
+            self.layer = torch.nn.Linear(3, 2, bias=False)
+
+        def encode(self, x: Any) -> Any:
+            return self.layer(x)
+
+        def forward(self, x: Any) -> Any:
+            return self.encode(x)
+
+    return Encoder()
 
 
 def run_refusals(backend: Any) -> dict[str, str]:
@@ -258,6 +283,25 @@ def run_refusals(backend: Any) -> dict[str, str]:
         b = shardkit.train_step(other, window(case), TokenLoss())
         found["second engine differs by"] = str(abs((a.loss or 0.0) - (b.loss or 0.0)))
 
+    def method(engines: list[Any]) -> None:
+        """A loss that calls a method of the model, which no wrapper sees."""
+        engine = opened(engines, Case("method"), model=make_encoder())
+        value = torch.full((2, 3), float(world.rank + 1))
+        moved = [p.detach().clone() for p in make_encoder().parameters()]
+        try:
+            shardkit.train_step(engine, [value], lambda model, batch: (model.encode(batch).sum(), len(batch)))
+        except (RuntimeError, AttributeError) as error:
+            found["method"] = type(error).__name__
+            return
+        # Not refused: then it must be right. The mean of rows (r + 1) over the ranks, at lr 0.1.
+        want = moved[0] - 0.1 * (world.size + 1) / 2
+        for i in engine.state():
+            if i.name == "layer.weight" and i.kind == "parameter":
+                own = want.reshape(-1)[i.start : i.start + i.tensor.numel()]
+                assert torch.allclose(i.tensor, own, atol=1e-6), (i.tensor, own)
+        found["method"] = "right"
+
+    attempt("method of the model", method)
     attempt("unused, decayed", unused(0.5))
     attempt("unused, not decayed", unused(0.0))
     attempt("nonfinite", nonfinite)

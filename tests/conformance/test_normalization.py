@@ -103,7 +103,7 @@ def test_exact_at_constant_memory_gives_the_same_gradient(norm_runs: Any, backen
     cells = window_of(world)
     policy = Normalization(policy="exact", exact=Exact(memory="constant"))
     if not traits_of(backend).constant_memory:
-        with pytest.raises(pytest.fail.Exception, match="BackendError.*use memory: blocks"):
+        with pytest.raises(pytest.fail.Exception, match=r"BackendError.*use memory: blocks"):
             norm_runs(backend, policy, cells)
         return
     _, whole = norm_runs(backend, policy, cells)

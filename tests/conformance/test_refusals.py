@@ -52,6 +52,13 @@ def test_an_unused_parameter_is_kept_or_refused_by_name(refusals: Any, backend: 
         assert plain == "no error" and found["moved by decay 0.0"] == "0.0"
 
 
+def test_a_method_of_the_model_is_right_or_refused_but_never_silently_wrong(refusals: Any, backend: str) -> None:
+    # B29, B30: DDP would leave the ranks apart, FSDP2 has no gathered weights there.
+    found = refusals(backend)
+    assert found["method of the model"] == "no error"
+    assert found["method"] in ("right", "AttributeError", "RuntimeError")
+
+
 def test_a_nan_names_step_rank_and_micro_batch(refusals: Any, backend: str) -> None:
     # B45: the same reaction on all.
     message = refusals(backend)["nonfinite"]

@@ -64,3 +64,27 @@ def test_small_gradients_survive_accumulation_in_bf16(numbers: Any, backend: str
     # B94: 64 + 0.25 is 64 in bf16; gradients must add up in fp32.
     result = numbers(backend, [[256.0, 1.0, 1.0, 1.0]], halving=False, precision="bf16-mixed")
     assert result["grad_norms"] == pytest.approx([64.75], rel=1e-6)
+
+
+def test_a_window_without_a_valid_item_is_skipped_on_all_ranks(numbers: Any, backend: str) -> None:
+    # B92: no division by zero, no update, and the next window is right.
+    ranks = world_of(backend)
+    result = numbers(backend, [[[[1.0]]] * ranks, [[[], []]] * ranks, [[[2.0], []]] * ranks])
+    assert result["weights"] == pytest.approx([-1.0, -1.0, -3.0], abs=1e-6)
+    assert result["skipped"] == [False, True, False] and result["losses"][1] is None
+
+
+def test_variables_of_the_environment_change_nothing(numbers: Any, backend: str) -> None:
+    # B57, B58: Accelerate lets them beat its arguments.
+    environment = {
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0",
+        "ACCELERATE_SPLIT_BATCHES": "true",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+    }
+    result = numbers(backend, SHORT_LAST, halving=False, precision="fp32", environment=environment)
+    assert result["weights"] == pytest.approx([-1.5, -5.5, -17.5, -49.5], abs=1e-5)
+    assert result["grad_norms"] == pytest.approx([1.5, 4.0, 12.0, 32.0], rel=1e-6)
