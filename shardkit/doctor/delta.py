@@ -60,6 +60,13 @@ class LayerDelta:
         return max([value / MEAN_OK for value in means] + [value / VARIANCE_OK for value in variances], default=0.0)
 
     @property
+    def amount(self) -> str:
+        """The deltas in words."""
+        mean = max(self.mean_delta or 0.0, self.settled_mean_delta or 0.0)
+        variance = max(self.variance_delta or 0.0, self.settled_variance_delta or 0.0)
+        return f"{mean:.2g} standard deviations in the mean and {variance:.2g} of the variance"
+
+    @property
     def verdict(self) -> Verdict:
         means = max(self.mean_delta or 0.0, self.settled_mean_delta or 0.0)
         variances = max(self.variance_delta or 0.0, self.settled_variance_delta or 0.0)

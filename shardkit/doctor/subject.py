@@ -20,6 +20,7 @@ from shardkit.engines.opening import open_engine
 from shardkit.engines.single import SingleEngine
 from shardkit.errors import DataError, WindowError
 from shardkit.losses import Loss, adapt
+from shardkit.losses.adapting import num_rows
 from shardkit.recipe.build import build
 from shardkit.recipe.schema import Normalization, Recipe
 from shardkit.seeds import seed_alike
@@ -49,6 +50,11 @@ class Subject:
     @property
     def accumulation(self) -> int:
         return max(map(len, self.ranks))
+
+    @property
+    def items(self) -> int:
+        """Of the logical batch, over all ranks."""
+        return sum(map(num_rows, self.micro_batches()))
 
     def micro_batches(self) -> list[Any]:
         """All of them, by micro-step and then by rank: the items in the order of the data."""

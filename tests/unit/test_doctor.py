@@ -22,7 +22,7 @@ from shardkit.doctor.plot import plot
 from shardkit.doctor.report import as_text
 from shardkit.doctor.subject import Subject, open_copy
 from shardkit.losses import adapt
-from shardkit.recipe.schema import Normalization, NormalizationRule
+from shardkit.recipe.schema import Exact, Normalization, NormalizationRule
 
 SIZE = 4
 # Pixels a side.
@@ -168,6 +168,14 @@ def test_a_block_to_paste_keeps_the_rules_and_drops_what_has_no_meaning() -> Non
     assert yaml.safe_load(found.recommended.block) == {
         "normalization": {"policy": "exact", "rules": [{"match": "1", "policy": "frozen"}]}
     }
+
+
+def test_exact_keeps_its_settings_and_may_be_told_how_to_take_less() -> None:
+    section = Normalization(policy="exact", exact=Exact(offload=True))
+    found = diagnose(subject(section, items=8))
+    assert yaml.safe_load(found.recommended.block) == {"normalization": {"policy": "exact", "exact": {"offload": True}}}
+    assert "offload" not in found.verdict
+    assert "normalization.exact.offload=true" in diagnose(subject("exact", items=8)).verdict
 
 
 def test_nothing_to_do_without_batch_norm() -> None:
