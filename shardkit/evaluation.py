@@ -45,7 +45,8 @@ def evaluate(engine: Engine, windows: Windows, loss: Loss) -> Scores:
                 for name, (total, count) in loss.metrics(engine.model, micro_batch.batch).items():
                     sums[name] += 0.0 if micro_batch.filler else total
                     counts[name] += 0.0 if micro_batch.filler else count
-    names = sorted(sums)
+    # A metric may have been met on some ranks only, as that of a class no item of this rank has.
+    names = sorted({name for own in engine.world.gather(list(sums)) for name in own})
     packed = engine.world.sum(torch.stack([*(sums[name] for name in names), *(counts[name] for name in names)]))
     numbers = packed.tolist()
     totals = dict(zip(names, numbers[: len(names)], strict=True))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardkit import environment, metrics, progress, run_folder
 from shardkit.engines import registry
-from shardkit.errors import RequestError
+from shardkit.errors import EngineError, RequestError
 from shardkit.launch import preflight, process
 from shardkit.launch.guard import guarded
 from shardkit.recipe.load import load
@@ -55,18 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(recipe: Recipe, world: World, folder: RunFolder) -> None:
     """Build what the recipe names, train, and say how it went."""
+    import torch
+
     from shardkit.engines.opening import open_engine
     from shardkit.evaluation import evaluate
     from shardkit.loop import Cadence, fit, total_steps
     from shardkit.losses import adapt
     from shardkit.optimizer import maker
-    from shardkit.recipe.build import build
+    from shardkit.recipe.build import build, build_scheduler
     from shardkit.seeds import seed_alike, seed_apart
 
     _import_backend(recipe.backend.adapter)
     process.quiet_libraries()
     seed_alike(recipe.seed)
     model = build(recipe.model)
+    if not isinstance(model, torch.nn.Module):
+        raise EngineError(f"model: {recipe.model['_target_']} made {type(model).__name__}; expected a torch.nn.Module")
     windows, eval_windows = _open_windows(recipe, world)
     loss = adapt(build(recipe.loss))
     engine = open_engine(
@@ -83,7 +87,7 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> None:
     )
     if world.rank == 0:
         _report_norms(engine.norms.applied, folder)
-    scheduler = build(recipe.scheduler, engine.optimizer) if recipe.scheduler is not None else None
+    scheduler = build_scheduler(recipe.scheduler, engine.optimizer) if recipe.scheduler is not None else None
     seed_apart(recipe.seed, world.rank)
     cadence = Cadence(
         steps=total_steps(recipe.train, windows.order.steps_per_epoch),

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import multiprocessing
+import os
 import random
 import signal
 import threading
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardkit.data.order import GlobalOrder, rank_cells, stream_seed
 from shardkit.errors import DataError
+from shardkit.parent import end_with_parent
 
 Collate = Callable[[list[Any]], Any]
 
@@ -85,7 +87,7 @@ class Windows:
             num_workers=self._num_workers,
             collate_fn=self._collate,
             pin_memory=self._device.type == "cuda",
-            worker_init_fn=functools.partial(_start_worker, stream),
+            worker_init_fn=functools.partial(_start_worker, stream, os.getpid()),
             # Without one of its own, DataLoader draws a seed from the stream the model draws from.
             generator=torch.Generator().manual_seed(stream_seed(*stream)),
         )
@@ -143,12 +145,13 @@ def move(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _start_worker(stream: tuple[int | str, ...], worker: int) -> None:
-    """Give a loader process random streams of its own, and leave signals to the rank.
+def _start_worker(stream: tuple[int | str, ...], rank_process: int, worker: int) -> None:
+    """Give a loader process random streams of its own, leave signals to the rank, and end with it.
 
     A signal to the whole process group is meant for the ranks: they save and stop, and need their loaders
     to do it.
     """
+    end_with_parent(rank_process)
     seed = stream_seed(*stream, worker)
     torch.manual_seed(seed)
     random.seed(seed)

@@ -15,13 +15,11 @@ from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DeepSpeedOptions
 from shardkit.engines.start import check_parameters
-from shardkit.engines.unused import GradientWatch
 from shardkit.engines.whole import autocast
 from shardkit.engines.zero import (
+    UnusedWatch,
     close_zero,
     prepare_deepspeed,
-    refuse_decayed,
-    watch_decayed,
     zero_config,
     zero_state,
     zero_step,
@@ -44,12 +42,12 @@ class AccelerateDeepSpeedEngine(Engine):
         self.traits = self.describe(options)
         self.world = settings.world
         self.settings = settings
-        check_parameters(model)
+        check_parameters(model, [torch.float32])
         prepare_deepspeed()
         self.bare = model.to(self.world.device)
         named = trainable(self.bare)
         self.optimizer = make_optimizer(named)
-        self.watch: GradientWatch | None = watch_decayed(self.optimizer, named)
+        self.unused = UnusedWatch(self.optimizer, named)
         self.accelerator = start_accelerator(
             self.world,
             {DistributedType.DEEPSPEED},
@@ -75,9 +73,7 @@ class AccelerateDeepSpeedEngine(Engine):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> StepReport:
-        if self.watch is not None:
-            refuse_decayed(self.watch)
-            self.watch = None
+        self.unused.check()
         return zero_step(self.model)
 
     def state(self) -> Iterator[Interval]:

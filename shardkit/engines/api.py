@@ -48,8 +48,8 @@ class Traits:
     # The number of processes must be a multiple of it.
     needs_process_group: bool = True
     # False: also runs in a process that joined no group.
-    unused_parameters: Literal["kept", "refused", "refused when decayed"] = "kept"
-    # A parameter without a gradient: left as it is, or named in an error at the first step.
+    unused_parameters: Literal["kept", "refused", "refused when changed"] = "kept"
+    # A parameter that a window gives no gradient: left as it is, or named in an error before the step.
     refused_optimizers: frozenset[str] = frozenset()
     # Optimizer class names it would train wrongly.
     refusals: dict[str, str] = field(default_factory=dict)

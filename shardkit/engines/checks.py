@@ -5,7 +5,8 @@ from __future__ import annotations
 from shardkit.engines import registry
 from shardkit.engines.api import Traits
 from shardkit.errors import Problem
-from shardkit.recipe.build import check_options, make_options
+from shardkit.losses import adapt
+from shardkit.recipe.build import build, check_options, make_options
 from shardkit.recipe.load import Loaded
 from shardkit.recipe.schema import Normalization
 
@@ -24,6 +25,10 @@ def check_backend(loaded: Loaded, device: str, world_size: int) -> list[Problem]
     traits, name = adapter.describe(make_options(recipe.backend, adapter.Options)), recipe.backend.name
     found = refusals(traits, name, device=device, size=world_size, precision=recipe.train.precision)
     optimizer = str(recipe.optimizer.get("_target_", "")).rpartition(".")[2]
+    try:
+        adapt(build(recipe.loss))
+    except Exception as error:  # whatever the loss of the user's choice raises
+        found.append(("loss", str(error) or type(error).__name__))
     refused = optimizer_refusal(traits, name, optimizer)
     if refused:
         found.append(("optimizer", refused))

@@ -13,13 +13,11 @@ from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DeepSpeedOptions
 from shardkit.engines.start import check_parameters
-from shardkit.engines.unused import GradientWatch
 from shardkit.engines.whole import autocast
 from shardkit.engines.zero import (
+    UnusedWatch,
     close_zero,
     prepare_deepspeed,
-    refuse_decayed,
-    watch_decayed,
     zero_config,
     zero_state,
     zero_step,
@@ -43,13 +41,12 @@ class DeepSpeedEngine(Engine):
         self.world = settings.world
         self.settings = settings
         self.options = options
-        check_parameters(model)
+        check_parameters(model, [torch.float32])
         deepspeed = prepare_deepspeed()
         model = model.to(settings.world.device)
         named = trainable(model)
         self.optimizer = make_optimizer(named)
-        # Before initialize, which replaces the optimizer's parameters by flat partitions.
-        self.watch: GradientWatch | None = watch_decayed(self.optimizer, named)
+        self.unused = UnusedWatch(self.optimizer, named)
         self.model: Any = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=zero_config(settings, options), dist_init_required=False
         )[0]
@@ -72,9 +69,7 @@ class DeepSpeedEngine(Engine):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> StepReport:
-        if self.watch is not None:
-            refuse_decayed(self.watch)
-            self.watch = None
+        self.unused.check()
         return zero_step(self.model)
 
     def state(self) -> Iterator[Interval]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 
@@ -20,6 +20,10 @@ class DdpOptions:
     # Allow parameters without a gradient; costs a walk over the graph and one small all-reduce a step.
     bucket_cap_mb: float = 25.0
     # MiB of gradients an all-reduce waits for.
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        if not self.bucket_cap_mb > 0:
+            yield "bucket_cap_mb", f"{self.bucket_cap_mb} is no size of a bucket; expected MiB above 0"
 
 
 @dataclass(kw_only=True)
@@ -74,3 +78,15 @@ class DeepSpeedOptions:
     def check(self) -> Iterator[tuple[str, str]]:
         if self.offload_parameters and self.stage != 3:
             yield "offload_parameters", f"stage {self.stage} keeps parameters whole; they can be offloaded in stage 3"
+        if self.reduce_bucket_size < 1:
+            yield "reduce_bucket_size", f"{self.reduce_bucket_size} elements reduce nothing; expected 1 or more"
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not field.name.startswith("stage3_"):
+                continue
+            if self.stage != 3 and value != field.default:
+                yield field.name, f"has a meaning in stage 3 alone, and this is stage {self.stage}; leave it out"
+            if value < 0:
+                yield field.name, f"{value} is not a number of elements; expected 0 or more"
+        if self.round_robin_gradients and self.stage == 3:
+            yield "round_robin_gradients", "has a meaning in stages 1 and 2 alone, and this is stage 3; leave it out"

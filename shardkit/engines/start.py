@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,19 +15,47 @@ from shardkit.world import World
 
 @torch.no_grad()
 def same_start(model: nn.Module, world: World) -> None:
-    """Give every rank rank 0's parameters and buffers; only DistributedDataParallel would do both (torch 2.13)."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    """Give every rank rank 0's parameters and buffers; only DistributedDataParallel would do both (torch 2.13).
+
+    Raises:
+        BackendError: the ranks built different models.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    for rank, others in enumerate(world.gather(shapes)):
+        if others != shapes:
+            mine, theirs = next((pair for pair in zip_longest(shapes, others) if pair[0] != pair[1]), ((), ()))
+            raise BackendError(
+                f"the model is not the same on all ranks: rank {world.rank} built {_shown(mine)}, rank {rank} "
+                f"{_shown(theirs)}; every rank must build the same model"
+            )
+    for _, tensor in named:
         world.broadcast(tensor.data)
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Refuse parameters without a dimension, which no sharding backend can cut.
+def _shown(entry: tuple[Any, ...] | None) -> str:
+    return f"{entry[0]} {entry[1]} {entry[2]}" if entry else "nothing there"
+
+
+def check_parameters(model: nn.Module, dtypes: Sequence[torch.dtype] = ()) -> None:
+    """Refuse by name the parameters that a sharding backend cannot cut.
+
+    Args:
+        model: before it is wrapped.
+        dtypes: those the backend takes; empty = any real one.
 
     Raises:
-        BackendError: names them.
+        BackendError: names them and says what to do.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-    if names:
-        raise BackendError(
-            f"parameters without a dimension cannot be sharded: {', '.join(names)}; give them the shape [1]"
-        )
+    complaints = []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            complaints.append(f"{name} has no dimension: give it the shape [1]")
+        elif not parameter.is_contiguous():
+            complaints.append(f"{name} is not contiguous in memory: call .contiguous() on it (channels_last too)")
+        elif parameter.is_complex():
+            complaints.append(f"{name} is complex: keep its real and imaginary parts as real parameters")
+        elif dtypes and parameter.dtype not in dtypes:
+            complaints.append(f"{name} is {parameter.dtype}: call model.float() first")
+    if complaints:
+        raise BackendError("this backend cannot shard the model: " + "; ".join(complaints[:5]))

@@ -38,7 +38,15 @@ def find_units(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Mo
             )
         units.update(_outermost(matched))
     order = {name: index for index, (name, _) in enumerate(modules)}
-    return sorted(units.items(), key=lambda unit: order[unit[0]])
+    found = _with_forward(sorted(units.items(), key=lambda unit: order[unit[0]]))
+    tied = _tied_outside(model, found)
+    if tied:
+        name, parameter = next(iter(tied.items()))
+        raise BackendError(
+            f"blocks: {name!r} shares the parameter {parameter!r} with a module outside of it, and a shared parameter "
+            "cannot lie in two sharding units; list a module that holds both places, or leave this block out"
+        )
+    return found
 
 
 def _outermost(matched: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -62,4 +70,32 @@ def _largest_stack(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not stacks:
         return []
     name, stack = max(stacks, key=lambda item: size(item[1]))
-    return [(f"{name}.{child}", module) for child, module in stack.named_children() if size(module)]
+    found = _with_forward([(f"{name}.{child}", module) for child, module in stack.named_children()])
+    # What shares a parameter with the rest of the model stays in the root.
+    tied = _tied_outside(model, found)
+    return [(name, module) for name, module in found if size(module) and name not in tied]
+
+
+def _with_forward(units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """A container that is never called itself (ModuleList, ModuleDict) stands for what it holds."""
+    found = []
+    for name, module in units:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            found += _with_forward([(f"{name}.{child}", inner) for child, inner in module.named_children()])
+        else:
+            found.append((name, module))
+    return found
+
+
+def _tied_outside(model: nn.Module, units: list[tuple[str, nn.Module]]) -> dict[str, str]:
+    """Unit -> a parameter of it that also lies in another unit, or in none."""
+    places: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((unit for unit, _ in units if name.startswith(unit + ".")), "")
+        places.setdefault(id(parameter), set()).add(unit)
+    return {
+        unit: name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for unit in places[id(parameter)]
+        if unit and name.startswith(unit + ".") and len(places[id(parameter)]) > 1
+    }

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.hooks import RemovableHandle
-
 from shardkit.engines.api import NamedParameters
 from shardkit.errors import EngineError
 
@@ -26,21 +24,18 @@ def refuse_unused(names: Sequence[str], remedy: str) -> None:
 
 
 class GradientWatch:
-    """Sees which parameters the first window gives a gradient, where `.grad` itself cannot be read."""
+    """Sees which parameters a window gives a gradient, where `.grad` itself cannot be read."""
 
     def __init__(self, named: NamedParameters) -> None:
-        self._waiting = dict(named)
-        self._hooks: list[RemovableHandle] = [parameter.register_hook(self._arrived(name)) for name, parameter in named]
+        self._names = [name for name, _ in named]
+        self._arrived: set[str] = set()
+        for name, parameter in named:
+            parameter.register_hook(self._hook(name))
 
-    def _arrived(self, name: str) -> Any:
-        def hook(_gradient: Any) -> None:
-            self._waiting.pop(name, None)
+    def _hook(self, name: str) -> Any:
+        return lambda _gradient: self._arrived.add(name)
 
-        return hook
-
-    def finish(self) -> list[str]:
-        """The names that got none; stops watching."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        return list(self._waiting)
+    def window(self) -> tuple[set[str], list[str]]:
+        """(names that got one since the last call, names that did not)."""
+        arrived, self._arrived = self._arrived, set()
+        return arrived, [name for name in self._names if name not in arrived]

@@ -36,7 +36,7 @@ def zero_traits(options: DeepSpeedOptions) -> Traits:
         constant_memory=options.stage != 3,
         # bf16-true would need bf16 masters, which ZeRO keeps in fp32.
         precisions=frozenset({"fp32", "bf16-mixed"}),
-        unused_parameters="refused when decayed",
+        unused_parameters="refused when changed",
         # Flat partitions have no rows and columns (Adafactor, Muon) and no per-tensor norms (LAMB, LARS); DeepSpeed
         # 0.19.8 rebuilds Adagrad without its groups.
         refused_optimizers=frozenset({"Adafactor", "Adagrad", "Lamb", "LAMB", "LARS", "Muon"}),
@@ -107,19 +107,33 @@ def zero_step(engine: Any) -> StepReport:
     return StepReport(grad_norm=float(norm), skipped=not applied)
 
 
-def watch_decayed(optimizer: torch.optim.Optimizer, named: NamedParameters) -> GradientWatch:
-    """Watch the parameters that have a weight decay: ZeRO decays them even without a gradient (flat partitions)."""
-    decayed = {id(p) for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]}
-    return GradientWatch([(name, parameter) for name, parameter in named if id(parameter) in decayed])
+class UnusedWatch:
+    """Refuses windows that give a parameter no gradient where ZeRO would change it all the same.
 
-
-def refuse_decayed(watch: GradientWatch) -> None:
-    """Refuse by name what the first window left without a gradient but the step would decay.
-
-    Raises:
-        EngineError: there is such a parameter.
+    A flat partition is updated whole: such a parameter is decayed, moved on by its momentum, and under stage 3
+    (DeepSpeed 0.19.8) moved by the gradient of the last window that gave it one.
     """
-    refuse_unused(watch.finish(), "weight_decay 0 for them in parameter_groups")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named: NamedParameters) -> None:
+        # Before deepspeed.initialize, which replaces the optimizer's parameters.
+        decayed = {id(p) for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]}
+        self._decayed = {name for name, parameter in named if id(parameter) in decayed}
+        self._seen: set[str] = set()
+        self._watch = GradientWatch(named)
+
+    def check(self) -> None:
+        """Call before the step.
+
+        Raises:
+            EngineError: names what would be changed without a gradient.
+        """
+        arrived, missing = self._watch.window()
+        refuse_unused(
+            [name for name in missing if name in self._seen or name in self._decayed],
+            "weight_decay 0 in parameter_groups for those that never get one; a backend for those that sometimes do "
+            "is fsdp2, or ddp with find_unused_parameters",
+        )
+        self._seen |= arrived
 
 
 def zero_state(engine: Any, model: nn.Module) -> Iterator[Interval]:

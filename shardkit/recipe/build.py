@@ -18,7 +18,7 @@ from shardkit.recipe import rules
 from shardkit.recipe.backend import OPTIONS, check_rules
 from shardkit.recipe.fields import Reader
 from shardkit.recipe.load import Loaded
-from shardkit.recipe.schema import TARGET, Backend, Target
+from shardkit.recipe.schema import TARGET, Backend, Recipe, Target
 from shardkit.recipe.suggest import did_you_mean, nearest
 from shardkit.recipe.tree import Key, dotted, entries, tree_of
 
@@ -34,7 +34,7 @@ class _NotFound(Exception):
 
 
 def check_targets(loaded: Loaded) -> list[Problem]:
-    """What keeps the recipe's targets from being built, as far as that is known without calling them."""
+    """What keeps the recipe's targets from being built, as far as that is known without a data set or a model."""
     recipe = loaded.recipe
     targets = {
         "model": recipe.model,
@@ -45,11 +45,57 @@ def check_targets(loaded: Loaded) -> list[Problem]:
         "optimizer": recipe.optimizer,
         "scheduler": recipe.scheduler,
     }
-    return [
-        Problem(place=loaded.place(where), key=where, message=message)
-        for key, target in targets.items()
-        for where, message in _complaints(target, key)
-    ]
+    found = [complaint for key, target in targets.items() for complaint in _complaints(target, key)]
+    found += _group_complaints(recipe)
+    problems = [Problem(place=loaded.place(where), key=where, message=message) for where, message in found]
+    return problems or _tried(loaded)
+
+
+def _tried(loaded: Loaded) -> list[Problem]:
+    """Build the optimizer and the scheduler on one weight, which costs nothing and finds what signatures do not tell."""
+    import torch
+
+    recipe = loaded.recipe
+    key = "optimizer"
+    try:
+        optimizer = build(recipe.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"is {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise TypeError(f"{type(optimizer).__name__} evaluates the loss several times a step; use AdamW or SGD")
+        if not all(0 <= group.get("lr", 0.0) < float("inf") for group in optimizer.param_groups):
+            raise ValueError(f"lr {optimizer.param_groups[0]['lr']} is no learning rate; expected 0 or more")
+        if recipe.scheduler is not None:
+            key = "scheduler"
+            build_scheduler(recipe.scheduler, optimizer)
+    except Exception as error:  # whatever the class of the user's choice raises
+        message = str(error) if isinstance(error, RecipeError) else f"cannot be built: {type(error).__name__}: {error}"
+        return [Problem(place=loaded.place(key), key=key, message=message)]
+    return []
+
+
+def build_scheduler(target: Target, optimizer: Any) -> Any:
+    """A scheduler on `optimizer`, which nested ones get as well, as those of SequentialLR want it."""
+    inner = {name: _scheduled(value, optimizer) for name, value in target.items()}
+    return build(inner, optimizer)
+
+
+def _scheduled(value: Any, optimizer: Any) -> Any:
+    if isinstance(value, dict) and _wants_optimizer(value):
+        return build_scheduler(value, optimizer)
+    if isinstance(value, dict):
+        return {name: _scheduled(item, optimizer) for name, item in value.items()}
+    return [_scheduled(item, optimizer) for item in value] if isinstance(value, list) else value
+
+
+def _wants_optimizer(value: dict[str, Any]) -> bool:
+    """Whether a value inside a scheduler's mapping is a scheduler itself."""
+    try:
+        parameters = list(inspect.signature(_find(value[TARGET])).parameters) if TARGET in value else []
+    except (_NotFound, TypeError, ValueError):
+        return False
+    return parameters[:1] == ["optimizer"]
 
 
 def build(target: Target, *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +163,23 @@ def _complaints(value: Any, key: str) -> Iterator[tuple[str, str]]:
         yield from _complaints(item, f"{key}.{name}")
 
 
+def _group_complaints(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Options of parameter groups that the optimizer does not take; torch would keep them without a word."""
+    try:
+        parameters = inspect.signature(_find(recipe.optimizer[TARGET])).parameters.values()
+    except (_NotFound, TypeError, ValueError):
+        return  # said of the optimizer itself, or not to be known
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    names = [p.name for p in parameters if p.kind in _NAMED][_PASSED["optimizer"] :]
+    for index, group in enumerate(recipe.parameter_groups):
+        for name in group.options:
+            if name not in names:
+                hint = did_you_mean(name, names) or f"; it takes {', '.join(names)}"
+                key = f"parameter_groups.{index}.options.{name}"
+                yield key, f"{recipe.optimizer[TARGET]} has no argument {name!r}{hint}"
+
+
 def _binding(target: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
     """What keeps one target from being called with its arguments."""
     path = target[TARGET]
@@ -128,7 +191,8 @@ def _binding(target: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
         return
     except (TypeError, ValueError):  # written in C, without a signature: only the call can tell
         return
-    passed = [p for p in parameters if p.kind in _POSITIONAL][: _PASSED.get(key, 0)]
+    nested = key.startswith("scheduler.") and [p.name for p in parameters[:1]] == ["optimizer"]
+    passed = [p for p in parameters if p.kind in _POSITIONAL][: 1 if nested else _PASSED.get(key, 0)]
     own = [p for p in parameters if p not in passed]
     names = [p.name for p in own if p.kind in _NAMED]
     free = any(p.kind is p.VAR_KEYWORD for p in own)
@@ -182,6 +246,6 @@ def _module(name: str, path: str, names: list[str], outer: str = "") -> Any:
         last = name.rpartition(".")[2]
         missing = f"{outer!r} has no {last!r}" if outer else f"no module is named {last!r}"
         raise _NotFound(f"{path!r}: {missing}{did_you_mean(last, names)}") from error
-    except Exception as error:  # the module's own code may raise anything
+    except (Exception, SystemExit) as error:  # the module's own code may raise anything
         said = f"{type(error).__name__}: {error}"
         raise _NotFound(f"{path!r}: importing {name!r} fails with {said}") from error

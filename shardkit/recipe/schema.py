@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,8 +35,8 @@ class Data:
     # Turns a list of items into a batch; null = torch's default.
 
     def check(self) -> Iterator[Complaint]:
-        if self.num_workers < 0:
-            yield "num_workers", f"{self.num_workers} is negative; expected 0 or more loader processes a rank"
+        if not 0 <= self.num_workers <= 1024:
+            yield "num_workers", f"{self.num_workers} is not a number of loader processes a rank; expected 0 to 1024"
 
 
 @dataclass
@@ -81,11 +82,8 @@ class Train:
             yield "max_steps", f"{self.max_steps} is not a number of steps; expected 1 or more"
         if self.max_epochs is not None and self.max_epochs < 1:
             yield "max_epochs", f"{self.max_epochs} is not a number of epochs; expected 1 or more"
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            yield (
-                "max_grad_norm",
-                f"{self.max_grad_norm} clips everything away; expected a number above 0, or null",
-            )
+        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
+            yield "max_grad_norm", f"{self.max_grad_norm} is no norm to clip to; expected a number above 0, or null"
 
 
 @dataclass
@@ -211,8 +209,8 @@ class Launch:
     def check(self) -> Iterator[Complaint]:
         if isinstance(self.nproc_per_node, int) and self.nproc_per_node < 1:
             yield "nproc_per_node", f"{self.nproc_per_node} starts nothing; expected 1 or more, or auto"
-        if not self.timeout_seconds > 0:
-            yield "timeout_seconds", f"{self.timeout_seconds} is not a time; expected seconds above 0"
+        if not 0 < self.timeout_seconds <= 10_000_000:
+            yield "timeout_seconds", f"{self.timeout_seconds} is not a time to wait; expected seconds, 0 to 10,000,000"
 
 
 @dataclass
@@ -267,6 +265,8 @@ class Recipe:
         if not re.fullmatch(r"\w[\w. -]*", self.name):
             expected = "expected letters, digits, '-', '_', '.' or spaces"
             yield "name", f"{self.name!r} cannot name the folder under runs/; {expected}"
+        if len(self.name) > 100:
+            yield "name", f"{len(self.name)} characters are too long for the folder under runs/; expected 100 at most"
         if self.evaluation.every is not None and self.data.eval is None:
             yield "evaluation.every", "there is nothing to evaluate: give data.eval, or leave this out"
         if not 0 <= self.seed < 2**63:
@@ -279,8 +279,9 @@ class Recipe:
         if a_step > 0 and total > 0 and total % a_step:
             lower, upper = total // a_step * a_step, (total // a_step + 1) * a_step
             sizes = f"{lower} or {upper}" if lower else f"{upper}"
-            fitting = [m for m in range(1, total + 1) if total % (m * world_size) == 0]
-            micro = min(fitting, key=lambda m: abs(m - self.batch.micro_batch_size), default=None)
+            micro = (
+                _nearest_divisor(total // world_size, self.batch.micro_batch_size) if total % world_size == 0 else None
+            )
             hint = f", or micro_batch_size {micro}" if micro else ""
             yield (
                 "batch.global_batch_size",
@@ -291,3 +292,12 @@ class Recipe:
     def gradient_accumulation_steps(self, world_size: int) -> int:
         """Micro-steps in a full window."""
         return self.batch.global_batch_size // (self.batch.micro_batch_size * world_size)
+
+
+def _nearest_divisor(number: int, near: int) -> int | None:
+    """The divisor of `number` next to `near`, looked for no further than 10,000 away."""
+    for distance in range(10_000):
+        for candidate in (near - distance, near + distance):
+            if 0 < candidate <= number and number % candidate == 0:
+                return candidate
+    return None

@@ -26,8 +26,7 @@ ONE_PROCESS = {name for name, adapter in registry.BUILT_IN.items() if adapter.on
 def backend_named(name: str) -> Backend:
     """A shipped preset as the suite runs it, or a third party's engine."""
     backend = load_backend(name, options_of=registry.options_of)
-    options = registry.options_of(backend.adapter)
-    if options is not None and hasattr(options(), "stage3_param_persistence_threshold"):
+    if backend.options.get("stage") == 3:
         # Whole parameters are not sharded ones: at the default, none of the suite's would be.
         return replace(backend, options={**backend.options, "stage3_param_persistence_threshold": 0})
     return backend

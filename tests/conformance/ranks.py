@@ -283,6 +283,16 @@ def run_refusals(backend: Any) -> dict[str, str]:
         b = shardkit.train_step(other, window(case), TokenLoss())
         found["second engine differs by"] = str(abs((a.loss or 0.0) - (b.loss or 0.0)))
 
+    class Switched(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(13)
+            self.layer, self.extra = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+            self.uses = True
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(x) + self.extra(x) if self.uses else self.layer(x)
+
     def method(engines: list[Any]) -> None:
         """A loss that calls a method of the model, which no wrapper sees."""
         engine = opened(engines, Case("method"), model=make_encoder())
@@ -301,6 +311,34 @@ def run_refusals(backend: Any) -> dict[str, str]:
                 assert torch.allclose(i.tensor, own, atol=1e-6), (i.tensor, own)
         found["method"] = "right"
 
+    def sometimes(optimizer: Any) -> Any:
+        def action(engines: list[Any]) -> None:
+            """A parameter that only the first of three windows uses (layer drop, conditional heads)."""
+            model = Switched()
+            engine = opened(engines, Case("sometimes"), optimizer, model=model)
+            for step in range(3):
+                model.uses = step == 0
+                value = torch.ones(2, 3)
+                shardkit.train_step(engine, [value], lambda net, batch: (net(batch).sum(), len(batch)), step=step)
+                if step == 0:
+                    first = {i.name: i.tensor.clone() for i in engine.state() if i.kind == "parameter"}
+            for i in engine.state():
+                if i.kind == "parameter" and i.name.startswith("extra"):
+                    found["sometimes moved"] = str(float((i.tensor - first[i.name]).abs().max()))
+
+        return action
+
+    def other_shapes(engines: list[Any]) -> None:
+        opened(engines, Case("other"), model=torch.nn.Linear(3, 2 + world.rank))
+
+    def strided(engines: list[Any]) -> None:
+        model = torch.nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+        opened(engines, Case("strided"), model=model)
+
+    attempt("sometimes, sgd", sometimes(lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)))
+    attempt("sometimes, adam", sometimes(lambda named: torch.optim.Adam([p for _, p in named], lr=0.1)))
+    attempt("other shapes", other_shapes)
+    attempt("channels last", strided)
     attempt("method of the model", method)
     attempt("unused, decayed", unused(0.5))
     attempt("unused, not decayed", unused(0.0))

@@ -52,6 +52,34 @@ def test_an_unused_parameter_is_kept_or_refused_by_name(refusals: Any, backend: 
         assert plain == "no error" and found["moved by decay 0.0"] == "0.0"
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_parameter_that_some_windows_leave_out_is_kept_or_refused(
+    refusals: Any, backend: str, optimizer: str
+) -> None:
+    # ZeRO 3 would apply the last gradient again, ZeRO 1 and 2 what the optimizer remembers.
+    message = refusals(backend)[f"sometimes, {optimizer}"]
+    if traits_of(backend).unused_parameters == "kept":
+        assert message == "no error" and refusals(backend)["sometimes moved"] == "0.0"
+    else:
+        assert message.startswith("EngineError") and "extra.weight" in message
+
+
+def test_ranks_that_built_different_models_are_refused(refusals: Any, backend: str) -> None:
+    message = refusals(backend)["other shapes"]
+    if backend_named(backend).adapter in ONE_PROCESS:
+        assert message == "no error"
+    else:
+        assert message.startswith("BackendError: the model is not the same on all ranks") and "weight (" in message
+
+
+def test_a_parameter_that_is_not_contiguous_is_refused_where_it_cannot_be_cut(refusals: Any, backend: str) -> None:
+    message = refusals(backend)["channels last"]
+    if traits_of(backend).shards:
+        assert message.startswith("BackendError") and "weight is not contiguous" in message
+    else:
+        assert message == "no error"
+
+
 def test_a_method_of_the_model_is_right_or_refused_but_never_silently_wrong(refusals: Any, backend: str) -> None:
     # B29, B30: DDP would leave the ranks apart, FSDP2 has no gathered weights there.
     found = refusals(backend)

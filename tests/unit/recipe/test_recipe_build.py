@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardkit.errors import RecipeError
-from shardkit.recipe.build import build, check_options, check_targets, make_options
+from shardkit.recipe.build import build, build_scheduler, check_options, check_targets, make_options
 from tests.unit.recipe.conftest import Load, Refuse
 
 
@@ -133,3 +133,48 @@ def test_a_partial_target_is_the_function_itself(load_text: Load) -> None:
 def test_evaluating_without_data_to_evaluate_is_refused(refuse: Refuse) -> None:
     (problem,) = refuse("evaluation.every=5")
     assert problem.key == "evaluation.every" and "give data.eval" in problem.message
+
+
+def test_an_option_of_a_parameter_group_is_one_of_the_optimizer(load_text: Load) -> None:
+    group = "parameter_groups=[{match: '*.bias', options: {weight_decy: 0.0}}]"
+    ((_, key, message),) = problems(load_text, group)
+    assert key == "parameter_groups.0.options.weight_decy" and "did you mean 'weight_decay'" in message
+
+
+def test_schedulers_nest(load_text: Load) -> None:
+    where = "torch.optim.lr_scheduler"
+    inner = f"[{{_target_: {where}.ConstantLR, factor: 0.5}}, {{_target_: {where}.ExponentialLR, gamma: 0.9}}]"
+    nested = f"scheduler={{_target_: torch.optim.lr_scheduler.SequentialLR, schedulers: {inner}, milestones: [2]}}"
+    assert problems(load_text, nested) == []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build_scheduler(load_text("data.train={_target_: builtins.dict}", nested).recipe.scheduler, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and type(scheduler).__name__ == "SequentialLR"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "said"),
+    [
+        ("optimizer.lr='0.1'", "optimizer", "cannot be built"),
+        ("optimizer.lr=-0.1", "optimizer", "Invalid learning rate"),
+        ("optimizer.lr=.nan", "optimizer", "no learning rate"),
+        ("optimizer={_target_: torch.optim.LBFGS}", "optimizer", "several times a step"),
+        ("optimizer={_target_: torch.nn.ParameterList}", "optimizer", "expected a torch.optim.Optimizer"),
+        ("scheduler={_target_: torch.optim.lr_scheduler.LambdaLR, lr_lambda: abc}", "scheduler", "cannot be built"),
+    ],
+)
+def test_what_signatures_do_not_tell_is_tried_out(load_text: Load, override: str, key: str, said: str) -> None:
+    ((_, where, message),) = problems(load_text, override)
+    assert where == key and said in message
+
+
+def test_a_module_that_exits_at_its_import_is_a_problem_of_its_key(load_text: Load, tmp_path: Path) -> None:
+    (tmp_path / "exits_at_import.py").write_text("import sys; sys.exit(0)")
+    sys.path.insert(0, str(tmp_path))
+    ((_, key, message),) = problems(load_text, "model={_target_: exits_at_import.Net}")
+    assert key == "model._target_" and "SystemExit" in message
+
+
+@pytest.mark.parametrize("total", [1000000007, 10**38 + 7])
+def test_a_large_batch_that_does_not_divide_is_told_at_once(refuse: Refuse, total: int) -> None:
+    (problem,) = refuse(f"batch.global_batch_size={total}", "launch.nproc_per_node=2")
+    assert "the nearest that work are" in problem.message

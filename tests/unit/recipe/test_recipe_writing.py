@@ -42,7 +42,7 @@ TEXTS += [
 def test_what_is_written_loads_to_the_same_recipe(load_text: Load, tmp_path: Path) -> None:
     overrides = [
         "seed=1",
-        "train.max_grad_norm=.inf",
+        "model.in_features=.inf",
         "optimizer.eps=1e-300",
         "optimizer.betas=[0.9, [], {}]",
     ]
