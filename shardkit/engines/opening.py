@@ -111,9 +111,7 @@ def normalize(
     if exact:
         blocks = find_units(model, section.exact.blocks or settings.blocks)
         (slice_blocks if constant else recompute_blocks)(blocks)
-    offload = section.exact.offload
-    wanted = constant or offload is True or (offload == "auto" and settings.world.device.type != "cpu")
-    return LogicalBatch(applied=applied, joined=exact, on_host=exact and wanted)
+    return LogicalBatch(applied=applied, joined=exact, on_host=exact and (constant or section.exact.offload))
 
 
 def _checked(make_optimizer: MakeOptimizer, traits: Traits, name: str) -> MakeOptimizer:

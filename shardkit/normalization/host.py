@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 # Bytes: smaller tensors are not worth a transfer: statistics, scalars, targets.
 SMALLEST = 2**16
+# What must be left free on the device for the block that is worked on.
+SCARCE = 0.25
 
 
 class OnHost:
@@ -71,13 +73,30 @@ _PASSING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.o
 
 
 @contextmanager
-def on_host(enabled: bool) -> Iterator[None]:
-    """Keep what the backward needs in host memory from its forward on; parameters stay where they are."""
+def on_host(enabled: bool | Literal["auto"]) -> Iterator[None]:
+    """Keep what the backward needs in host memory from its forward on; parameters stay where they are.
+
+    With "auto" a tensor goes there when the device has little memory left at that moment.
+    """
     if not enabled:
         yield
         return
-    with saved_tensors_hooks(_to_host, _from_host):
+    pack = _to_host_if_scarce if enabled == "auto" else _to_host
+    with saved_tensors_hooks(pack, _from_host):
         yield
+
+
+def scarce(device: torch.device) -> bool:
+    """Whether less than a quarter of the device's memory is free; never of the host's own."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused < SCARCE * total
+
+
+def _to_host_if_scarce(tensor: torch.Tensor) -> torch.Tensor | OnHost:
+    return _to_host(tensor) if scarce(tensor.device) else tensor
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor | OnHost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shardkit.normalization.batch_norm import BatchNorm
 from shardkit.normalization.report import Applied
@@ -16,8 +17,8 @@ class LogicalBatch:
     # What the policy did to each layer.
     joined: bool = False
     # The micro-batches of a rank are concatenated into one forward (policy exact).
-    on_host: bool = False
-    # Saved tensors wait for the backward in host memory.
+    on_host: bool | Literal["auto"] = False
+    # Saved tensors wait for the backward in host memory; auto = when the device has little left.
 
     @property
     def layers(self) -> tuple[BatchNorm, ...]:

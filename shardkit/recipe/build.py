@@ -52,7 +52,7 @@ def check_targets(loaded: Loaded) -> list[Problem]:
 
 
 def _tried(loaded: Loaded) -> list[Problem]:
-    """Build the optimizer and the scheduler on one weight, which costs nothing and finds what signatures do not tell."""
+    """Build the optimizer and the scheduler on one weight, which finds what signatures do not tell."""
     import torch
 
     recipe = loaded.recipe

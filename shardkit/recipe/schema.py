@@ -136,7 +136,7 @@ class Exact:
     blocks: list[str] = field(default_factory=list)
     # Globs on module names (or class names) that are recomputed in the backward; empty = found in the model.
     offload: bool | Literal["auto"] = "auto"
-    # Saved tensors wait for the backward in host memory; auto = when they would not fit on the device.
+    # Saved tensors wait for the backward in host memory; auto = those for which the device has little memory left.
     memory: Literal["blocks", "constant"] = "blocks"
     # blocks: one block of the whole logical batch at a time; constant: one micro-batch at a time, which is slower.
 

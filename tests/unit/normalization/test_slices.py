@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import shardkit
 from shardkit.errors import WindowError
 from shardkit.memory import PeakBytes
+from shardkit.normalization import host
 from shardkit.normalization.host import HostBatch, OnHost
 from shardkit.recipe.schema import Exact, Normalization
 
@@ -103,6 +104,17 @@ def test_the_peak_does_not_grow_with_the_number_of_micro_batches() -> None:
     # So that the test can fail: a block of the whole window does grow.
     grows = [step(HOST, [4] * k, **shape)[2] for k in (2, 8)]
     assert grows[1] > 2 * grows[0]
+
+
+def test_auto_moves_to_the_host_what_comes_when_memory_is_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto, shape = Normalization(policy="exact"), {"channels": 8, "side": 16, "dtype": torch.float32}
+    plenty = step(auto, [4] * 4, **shape)[2]
+    assert plenty == step(BLOCKS, [4] * 4, **shape)[2]
+    monkeypatch.setattr(host, "scarce", lambda device: True)
+    loss, gradients, scarce = step(auto, [4] * 4, **shape)
+    assert scarce == step(HOST, [4] * 4, **shape)[2] < 0.8 * plenty
+    assert loss == pytest.approx(step(BLOCKS, [4] * 4, **shape)[0], rel=1e-6)
+    assert apart(gradients, step(BLOCKS, [4] * 4, **shape)[1]) < 1e-5
 
 
 def test_dropout_is_the_same_in_every_pass() -> None:
