@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -32,7 +33,8 @@ class MetricsFile:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what a full disk did not take; `write` has said so
+            self._file.close()
 
 
 class TensorBoard:
@@ -65,10 +67,13 @@ def whole(value: float) -> int | float:
 
 
 def end(path: Path, *, status: str, error: str) -> None:
-    """Close the metrics of a run that did not complete, where no line says yet how it ended."""
-    if not path.exists():
+    """Close the metrics of a run that did not complete, where no line says yet how it ended.
+
+    A run that failed before its first line has no other.
+    """
+    if not path.parent.is_dir():
         return
-    text = _tail(path)
+    text = _tail(path) if path.exists() else ""
     lines = [line for line in (_decode(raw) for raw in text.splitlines()) if line]
     if lines and lines[-1].get("kind") == "end":
         return

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from shardkit import metrics
 
 
@@ -35,6 +37,19 @@ def test_an_end_is_added_once_and_after_a_line_that_was_cut_off(tmp_path: Path) 
     assert json.loads(lines[-1]) == {"kind": "end", "status": "failed", "steps": 3, "error": "rank 1 failed"}
 
 
-def test_a_run_without_metrics_gets_none(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_its_first_line_says_so_too(tmp_path: Path) -> None:
     metrics.end(tmp_path / "metrics.jsonl", status="failed", error="early")
-    assert list(tmp_path.iterdir()) == []
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line == {"kind": "end", "status": "failed", "steps": 0, "error": "early"}
+    metrics.end(tmp_path / "none" / "metrics.jsonl", status="stopped", error="before there was a run folder")
+    assert not (tmp_path / "none").exists()
+
+
+def test_metrics_on_a_full_disk_say_so_once() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full on this system")
+    file = metrics.MetricsFile(full)
+    with pytest.raises(OSError, match="No space left"):
+        file.write({"kind": "train"})
+    file.close()
