@@ -24,25 +24,28 @@ PACKAGES = (*OWN, *sorted({name for adapter in registry.BUILT_IN.values() for na
 
 
 def write_machine(folder: RunFolder, command: Sequence[str]) -> None:
-    """Write versions, processors, commit and command line."""
+    """Write versions, processors, commit and command line.
+
+    Raises:
+        RecipeError: the run folder does not take it, as when its disk is full.
+    """
     from shardkit import __version__
 
     commit = _git("rev-parse", "HEAD")
-    _write(
-        folder,
-        {
-            "shardkit": __version__,
-            "python": platform.python_version(),
-            "packages": {name: _version(name) for name in PACKAGES},
-            "platform": platform.platform(),
-            "host": platform.node(),
-            "cpus": os.cpu_count(),
-            "git_commit": commit,
-            "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")) if commit else None,
-            "command": shlex.join(command),
-            "working_directory": os.getcwd(),  # noqa: PTH109
-        },
-    )
+    facts = {
+        "shardkit": __version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "git_commit": commit,
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")) if commit else None,
+        "command": shlex.join(command),
+        "working_directory": os.getcwd(),  # noqa: PTH109
+    }
+    with folder.told("write to"):
+        _write(folder, facts)
 
 
 def add_world(folder: RunFolder, world: World) -> None:

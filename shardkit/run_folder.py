@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardkit.errors import RequestError
+from shardkit.errors import Problem, RecipeError
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,8 @@ class RunFolder:
     """`runs/<name>/<run_id>/`, or the folder that `run_dir` names."""
 
     path: Path
+    place: str = ""
+    # Where the recipe or the command line names it.
 
     @property
     def recipe(self) -> Path:
@@ -48,40 +52,58 @@ class RunFolder:
         """Make the folder, with the resolved recipe and a place for logs.
 
         Raises:
-            RequestError: it holds something already, or cannot be made.
+            RecipeError: it holds something already, or cannot be made.
         """
-        refuse_used(self.path)
-        try:
+        self.refuse_used()
+        with self.told("make"):
             self.logs.mkdir(parents=True)
             self.recipe.write_text(recipe, encoding="utf-8")
-        except OSError as error:
-            raise RequestError(f"run_dir: cannot make {str(self.path)!r}: {error.strerror}") from error
+
+    def refuse_used(self) -> None:
+        """Pass an absent or an empty folder only: a run never writes over another.
+
+        Raises:
+            RecipeError: there is something at the path, or there can be nothing.
+        """
+        with self.told("use"):
+            try:
+                self.path.lstat()  # is_dir() takes any path that no system takes for one that is not there
+            except FileNotFoundError:
+                return
+            if self.path.is_dir() and any(self.path.iterdir()):
+                raise self._problem(
+                    f"{str(self.path)!r} is not empty, and a run folder holds one run; "
+                    "give a new folder, or remove this one first"
+                )
+            if not self.path.is_dir():
+                raise self._problem(f"{str(self.path)!r} is a file; expected a new or an empty folder")
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Turn what the system refuses into a problem of `run_dir`.
+
+        Raises:
+            RecipeError: the block raised an OSError, or a path that no system takes.
+        """
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            why = (isinstance(error, OSError) and error.strerror) or error
+            raise self._problem(f"cannot {what} {str(self.path)!r}: {why}") from error
+
+    def _problem(self, message: str) -> RecipeError:
+        return RecipeError([Problem(place=self.place, key="run_dir", message=message)])
 
 
-def choose(name: str, run_dir: str | None) -> RunFolder:
+def choose(name: str, run_dir: str | None, *, place: str = "") -> RunFolder:
     """The folder of a new run; nothing is made yet.
 
     Raises:
-        RequestError: `run_dir` holds something already.
+        RecipeError: `run_dir` holds something already, or cannot be a folder.
     """
     if run_dir is None:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        return RunFolder(Path("runs") / name / run_id)
-    path = Path(run_dir)
-    refuse_used(path)
-    return RunFolder(path)
-
-
-def refuse_used(path: Path) -> None:
-    """Pass an absent or an empty folder only: a run never writes over another.
-
-    Raises:
-        RequestError: there is something at `path`.
-    """
-    if path.is_dir() and any(path.iterdir()):
-        raise RequestError(
-            f"run_dir: {str(path)!r} is not empty, and a run folder holds one run; "
-            "give a new folder, or remove this one first"
-        )
-    if path.exists() and not path.is_dir():
-        raise RequestError(f"run_dir: {str(path)!r} is a file; expected a new or an empty folder")
+        return RunFolder(Path("runs") / name / run_id, place)
+    folder = RunFolder(Path(run_dir), place)
+    folder.refuse_used()
+    return folder
