@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,8 +46,13 @@ def check(loaded: Loaded, *, world_size: int | None = None) -> Preflight:
     ]
     problems += _problems(loaded, device, size)
     if problems:
-        raise RecipeError(list(dict.fromkeys(problems)))
+        raise RecipeError(sorted(dict.fromkeys(problems), key=_order))
     return Preflight(world_size=size, device=device, accumulation=recipe.gradient_accumulation_steps(size))
+
+
+def _order(problem: Problem) -> tuple[list[str | int], str]:
+    """By place, with lines and columns in the order of numbers."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", problem.place)], problem.key
 
 
 def _device(loaded: Loaded, problems: list[Problem]) -> str:
