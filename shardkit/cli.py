@@ -16,7 +16,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Training run
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def launch(context: typer.Context) -> None:
     """Check a recipe, then run it; the same as `python -m shardkit.launch`."""
-    from shardkit.launch.__main__ import main as launch_main
+    from shardkit.launch.command import main as launch_main
 
     raise typer.Exit(launch_main(context.args))
 
@@ -54,9 +54,10 @@ def main() -> None:
 
 
 def _list(kind: shipped.Kind) -> None:
-    """Each file's name, and its first comment line: what it is."""
+    """Each file's name, and the first comment line that says what it is rather than where its adapter is."""
     found = shipped.files(kind)
     width = max(map(len, found), default=0)
     for name, path in found.items():
-        first = path.read_text(encoding="utf-8").partition("\n")[0]
-        typer.echo(f"{name:{width}}  {first.lstrip('# ')}".rstrip())
+        comments = [line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
+        said = next((line for line in comments if line and not line.startswith("Adapter:")), "")
+        typer.echo(f"{name:{width}}  {said}".rstrip())

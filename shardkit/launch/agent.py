@@ -8,13 +8,15 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
 from shardkit import metrics
-from shardkit.launch import failure
+from shardkit.errors import RequestError
+from shardkit.launch import failure, stopping
 from shardkit.run_folder import RunFolder
 
 RENDEZVOUS_FAILED = 70
@@ -55,48 +57,81 @@ def torchrun_command(nproc: int, recipe: str, overrides: Sequence[str], values: 
 
 
 def run(folder: RunFolder, nproc: int) -> int:
-    """Run the ranks of `folder` to their end; the exit code of the launcher."""
+    """Run the ranks of `folder` to their end; the exit code of the launcher.
+
+    Raises:
+        RequestError: there is no place for the agent's own files; nothing was started.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import parse_args
     from torch.distributed.run import run as run_elastic
 
-    def stop(number: int, _frame: FrameType | None) -> NoReturn:
-        # Once only: a second Ctrl-C in the middle of the teardown would leave ranks behind.
-        _ignore_signals()
-        raise SignalException(f"signal {number}", signal.Signals(number))
+    caught = signal.SIGTERM
 
-    scratch = folder.logs / ".elastic"
+    def stop(number: int, _frame: FrameType | None) -> NoReturn:
+        nonlocal caught
+        stopping.ignore()
+        caught = signal.Signals(number)
+        # The ranks get a SIGTERM whatever it was: at a SIGINT one that still imports shows a KeyboardInterrupt.
+        raise SignalException(f"signal {number}", signal.SIGTERM)
+
+    scratch = _scratch()
+    sent = _signals_sent()
     # The agent tells of a failure in many lines of its own; the report says it once.
     logging.disable(logging.CRITICAL)
-    install(stop)
+    stopping.install(stop)
     try:
-        run_elastic(parse_args(_arguments(folder, nproc, str(scratch))))
+        run_elastic(parse_args(_arguments(folder, nproc, scratch)))
     except ChildFailedError as error:
-        return _failed(folder, failure.failures_of(error))
-    except SignalException as error:
-        return _stopped(folder, error.sigval)
+        return _failed(folder, failure.failures_of(error, sent))
+    except SignalException:
+        return _stopped(folder, caught)
     except RendezvousError as error:
-        print(f"shardkit: the ranks did not meet: {error}", file=sys.stderr)
-        return RENDEZVOUS_FAILED
+        return _lost(folder, f"the ranks did not meet: {error}", RENDEZVOUS_FAILED)
+    except (OSError, ValueError, KeyError) as error:
+        # ValueError and KeyError: an error file that is no error file.
+        return _lost(folder, f"the ranks could not be watched to their end: {type(error).__name__}: {error}", 1)
     finally:
         # Python gives signals back to the kernel as it exits; an ignored one stays ignored, and the code stays ours.
-        _ignore_signals()
+        stopping.ignore()
         logging.disable(logging.NOTSET)
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
 
-def stop_quietly(number: int, _frame: FrameType | None) -> NoReturn:
-    """What a signal does before there are ranks to stop."""
-    raise SystemExit(128 + number)
+def stop_without_ranks(folder: RunFolder) -> stopping.Handler:
+    """What a signal does between the making of the run folder and the start of its ranks."""
+
+    def stop(number: int, _frame: FrameType | None) -> NoReturn:
+        _write_end(folder, status="stopped", error=f"stopped by {signal.Signals(number).name}")
+        stopping.leave(number, f"; run folder {folder.path}")
+
+    return stop
 
 
-def install(handler: Callable[[int, FrameType | None], NoReturn]) -> None:
-    """Let `handler` answer the signals that end a run."""
-    for each in _signals():
-        signal.signal(each, handler)
+def _scratch() -> str:
+    """A folder for the ranks' error files, on another disk than the one that a run may fill."""
+    try:
+        return tempfile.mkdtemp(prefix="shardkit-")
+    except OSError as error:
+        raise RequestError(
+            f"no temporary folder can be made: {error.strerror or error}; TMPDIR names another"
+        ) from error
+
+
+def _signals_sent() -> set[tuple[int, int]]:
+    """(process group, signal) of each kill by this process from now on: torch does not say whom it ended itself."""
+    sent: set[tuple[int, int]] = set()
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "os.killpg":
+            group, number = arguments
+            sent.add((int(str(group)), int(str(number))))
+
+    sys.addaudithook(note)
+    return sent
 
 
 def _arguments(folder: RunFolder, nproc: int, scratch: str) -> list[str]:
@@ -117,33 +152,36 @@ def _arguments(folder: RunFolder, nproc: int, scratch: str) -> list[str]:
     ]
 
 
-def _signals() -> list[signal.Signals]:
-    """The signals that end a run, without those ignored already (by nohup, or in a shell's background job)."""
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    return [each for each in wanted if signal.getsignal(each) is not signal.SIG_IGN]
-
-
-def _ignore_signals() -> None:
-    for each in _signals():
-        signal.signal(each, signal.SIG_IGN)
-
-
 def _failed(folder: RunFolder, failures: list[failure.Failure]) -> int:
-    cause = failure.root_cause(failures)
     _show_cursor()
-    print(failure.report(failures, folder.logs), file=sys.stderr, flush=True)
-    metrics.end(folder.metrics, status="failed", error=cause.summary)
-    return cause.exit_code
+    stopping.tell(failure.report(failures, folder.logs))
+    _write_end(folder, status="failed", error=failure.root_cause(failures).summary)
+    return 1
 
 
 def _stopped(folder: RunFolder, number: signal.Signals) -> int:
     _show_cursor()
-    print(f"shardkit: stopped by {number.name}; run folder {folder.path}", file=sys.stderr, flush=True)
-    metrics.end(folder.metrics, status="stopped", error=f"stopped by {number.name}")
+    stopping.tell(f"shardkit: stopped by {number.name}; run folder {folder.path}")
+    _write_end(folder, status="stopped", error=f"stopped by {number.name}")
     return 128 + number
+
+
+def _lost(folder: RunFolder, text: str, code: int) -> int:
+    """The end of a run whose agent could not do its work."""
+    _show_cursor()
+    stopping.tell(f"shardkit: {text}\nshardkit: logs of the ranks: {folder.logs}")
+    _write_end(folder, status="failed", error=text)
+    return code
+
+
+def _write_end(folder: RunFolder, *, status: str, error: str) -> None:
+    try:
+        metrics.end(folder.metrics, status=status, error=error)
+    except OSError as failed:
+        stopping.tell(f"shardkit: cannot write to {folder.metrics}: {failed.strerror}")
 
 
 def _show_cursor() -> None:
     """A rank that was killed has not given the cursor back."""
     if sys.stderr.isatty():
-        print(_SHOW_CURSOR, file=sys.stderr)
+        stopping.tell(_SHOW_CURSOR)

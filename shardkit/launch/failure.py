@@ -9,22 +9,23 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.errors import ShardkitError
+from shardkit.errors import NonFiniteError, ShardkitError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-# What a rank says when a peer has gone: gloo's words, then NCCL's.
-_CONSEQUENCE = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Timed out waiting"
-    r"|Socket Timeout|NCCL communicator was aborted|remote process exited|Watchdog caught collective"
+# What a rank says when a peer has gone or is silent: gloo's words, then NCCL's.
+_GONE = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"
+    r"|NCCL communicator was aborted|remote process exited"
 )
+_SILENT = re.compile(r"Timed out waiting|Socket Timeout|Watchdog caught collective")
 
 
 class Kind(IntEnum):
@@ -34,7 +35,7 @@ class Kind(IntEnum):
     KILLED = 1
     EXITED = 2
     CONSEQUENCE = 3
-    ENDED = 4  # by the agent's SIGTERM, because another rank failed
+    ENDED = 4  # by the agent, because another rank had failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,12 @@ class Failure:
     # One sentence: "rank 1 failed: RuntimeError: boom".
     traceback: str = ""
     # For the terminal; empty for shardkit's own errors, whose message says it all.
-    exit_code: int = 1
+    own: str = ""
+    # The message of an error of shardkit's own.
+    alike: bool = False
+    # Every rank raises this error, whoever is the cause.
+    killed: bool = False
+    # By SIGKILL: with kind ENDED, it did not even answer the agent's SIGTERM.
 
 
 def record_of(error: BaseException) -> dict[str, Any]:
@@ -63,42 +69,52 @@ def record_of(error: BaseException) -> dict[str, Any]:
                 "timestamp": str(int(now)),
                 "time": now,
                 "ours": ours,
-                "exit_code": error.exit_code if isinstance(error, ShardkitError) else 1,
+                "alike": isinstance(error, NonFiniteError),
             },
         }
     }
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error only says that a peer has gone."""
-    return not isinstance(error, ShardkitError) and _CONSEQUENCE.search(str(error)) is not None
+    """Whether an error only says that a peer has gone or is silent."""
+    return not isinstance(error, ShardkitError) and _is_consequence(str(error))
 
 
-def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure the others follow from."""
-    return min(failures, key=lambda failure: (failure.kind, failure.time, failure.rank))
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure the others follow from; among equals the one that the agent saw first."""
+    cause = min(failures, key=lambda failure: (failure.kind, failure.time))
+    raised_by = [failure.rank for failure in failures if cause.own and failure.own == cause.own]
+    if cause.alike or len(raised_by) > 1:
+        return replace(cause, summary=f"training failed: {cause.own}")
+    return cause
 
 
-def failures_of(error: ChildFailedError) -> list[Failure]:
-    """The failed ranks of an elastic run."""
-    return [_failure(rank, process) for rank, process in error.failures.items()]
+def failures_of(error: ChildFailedError, sent: Collection[tuple[int, int]] = ()) -> list[Failure]:
+    """The failed ranks of an elastic run, in the order the agent saw them.
+
+    Args:
+        error: what the agent raised.
+        sent: (process id, signal) of the kills by the agent itself.
+    """
+    return [_failure(rank, process, sent) for rank, process in error.failures.items()]
 
 
-def report(failures: list[Failure], logs: Path) -> str:
+def report(failures: Sequence[Failure], logs: Path) -> str:
     """The error a user reads: the cause once, its traceback, and where the rest is."""
     cause = root_cause(failures)
     lines = [f"shardkit: {cause.summary}"]
     if cause.traceback:
         lines.append(cause.traceback.rstrip())
-    waiting = sorted(failure.rank for failure in failures if failure.kind is Kind.ENDED)
-    if cause.kind is Kind.CONSEQUENCE and waiting:
-        names = ", ".join(str(rank) for rank in waiting)
-        lines.append(f"shardkit: still running and waited for: rank {names}; its log may say why")
+    ended = [failure for failure in failures if failure.kind is Kind.ENDED]
+    silent = sorted(failure.rank for failure in [each for each in ended if each.killed] or ended)
+    if cause.kind is Kind.CONSEQUENCE and silent:
+        names = ", ".join(str(rank) for rank in silent)
+        lines.append(f"shardkit: rank {names} did not answer; its log may say why: {logs / f'rank-{silent[0]}.log'}")
     lines.append(f"shardkit: log of rank {cause.rank}: {logs / f'rank-{cause.rank}.log'}")
     return "\n".join(lines)
 
 
-def _failure(rank: int, process: ProcessFailure) -> Failure:
+def _failure(rank: int, process: ProcessFailure, sent: Collection[tuple[int, int]]) -> Failure:
     message = process.message
     if isinstance(message, dict):
         return _raised(rank, message)
@@ -107,9 +123,10 @@ def _failure(rank: int, process: ProcessFailure) -> Failure:
         hint = "; out of memory is the usual reason (see dmesg), a smaller batch.micro_batch_size needs less"
         return Failure(
             rank=rank,
-            kind=Kind.ENDED if name == "SIGTERM" else Kind.KILLED,
+            kind=Kind.ENDED if (process.pid, -process.exitcode) in sent else Kind.KILLED,
             time=process.timestamp,
             summary=f"rank {rank} was killed by {name}" + (hint if name == "SIGKILL" else ""),
+            killed=name == "SIGKILL",
         )
     return Failure(
         rank=rank,
@@ -121,16 +138,23 @@ def _failure(rank: int, process: ProcessFailure) -> Failure:
 
 def _raised(rank: int, message: dict[str, Any]) -> Failure:
     extra = message.get("extraInfo", {})
+    ours = bool(extra.get("ours"))
     text = str(message.get("message", ""))
-    consequence = not extra.get("ours") and _CONSEQUENCE.search(text)
+    consequence = not ours and _is_consequence(text)
+    what = "timed out waiting for its peers" if consequence and _SILENT.search(text) else "failed"
     return Failure(
         rank=rank,
         kind=Kind.CONSEQUENCE if consequence else Kind.RAISED,
         time=float(extra.get("time") or extra.get("timestamp") or 0.0),
-        summary=f"rank {rank} failed: {text}",
-        traceback="" if extra.get("ours") else str(extra.get("py_callstack", "")),
-        exit_code=int(extra.get("exit_code", 1)),
+        summary=f"rank {rank} {what}: {text}",
+        traceback="" if ours else str(extra.get("py_callstack", "")),
+        own=text if ours else "",
+        alike=bool(extra.get("alike")),
     )
+
+
+def _is_consequence(text: str) -> bool:
+    return bool(_GONE.search(text) or _SILENT.search(text))
 
 
 def _signal_name(number: int) -> str:

@@ -20,7 +20,7 @@ _SECONDS_TO_LEAVE = 10.0
 
 
 def guarded(body: Callable[[], int], *, tell: int | None = None) -> int:
-    """The exit code of `body`, or of the error that ended it.
+    """The exit code of `body`, or 1 for the error that ended it, whatever its class: ranks were started.
 
     Args:
         body: returns an exit code.
@@ -32,7 +32,7 @@ def guarded(body: Callable[[], int], *, tell: int | None = None) -> int:
         def record_exception(self, e: BaseException) -> None:
             path = self._get_error_file_path()
             if path:
-                Path(path).write_text(json.dumps(failure.record_of(_trimmed(e))), encoding="utf-8")
+                _record(Path(path), _trimmed(e))
 
     try:
         return record(lambda: _complete(body), Recorder())() or 0
@@ -42,7 +42,17 @@ def guarded(body: Callable[[], int], *, tell: int | None = None) -> int:
         if tell is not None:
             os.write(tell, _told(error).encode())
         _leave_in_time(1)
-        return error.exit_code if isinstance(error, ShardkitError) else 1
+        return 1
+
+
+def _record(path: Path, error: BaseException) -> None:
+    """Leave the error for the agent, whole or not at all: it cannot go on with half a file."""
+    part = path.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(failure.record_of(error)), encoding="utf-8")
+        part.replace(path)
+    except OSError as failed:
+        log.error("this rank's error could not be left for the agent: %s", failed)
 
 
 def _complete(body: Callable[[], int]) -> int:

@@ -60,7 +60,7 @@ def log_to_terminal(log: Path) -> None:
     terminal = _Terminal()
     terminal.setFormatter(logging.Formatter("%(message)s"))
     terminal.addFilter(_shown)
-    file = logging.FileHandler(log, encoding="utf-8")
+    file = _File(log, encoding="utf-8")
     file.setFormatter(_FORMAT)
     _configure([terminal, file])
 
@@ -90,6 +90,13 @@ class _Terminal(logging.StreamHandler):
     @property
     def stream(self):
         return sys.stderr
+
+
+class _File(logging.FileHandler):
+    """A log beside a terminal, which a line that a full disk does not take leaves as it is."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass  # logging would show a traceback for each such line; the run ends at its next line of metrics
 
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -25,6 +25,9 @@ class Numbers(torch.utils.data.Dataset):
     """Rows and their sums; with a fault in one rank, in the middle of the second epoch."""
     def __init__(self, size=20, fault=None, rank=1, pause=0.0):
         self.size, self.fault, self.rank, self.pause, self.seen = size, fault, rank, pause, 0
+        if fault == "early":
+            open(fault + ".now", "w").close()
+            raise ValueError("no data tonight")
     def __len__(self):
         return self.size
     def __getitem__(self, index):
@@ -37,6 +40,14 @@ class Numbers(torch.utils.data.Dataset):
                 raise ValueError("no such row in the middle of the night")
             if self.fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "term":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if self.fault == "refuse":
+                from shardkit.errors import RequestError
+                raise RequestError("not on this rank")
+            if self.fault == "broken":
+                open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").close()
+                os._exit(3)
             if self.fault == "exit":
                 sys.exit(7)
             if self.fault == "hang":

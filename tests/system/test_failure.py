@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from shardkit import environment, run_folder
+from shardkit.errors import RecipeError
 from tests.system.launches import Ended, launch, metrics
 
 FAULTS = {
@@ -15,6 +20,10 @@ FAULTS = {
     "exit": ["data.train.fault=exit", "data.train.rank=0", "launch.nproc_per_node=1"],
     "nan": ["data.train.fault=nan"],
     "hang": ["data.train.fault=hang", "launch.timeout_seconds=3"],
+    "term": ["data.train.fault=term"],
+    "refuse": ["data.train.fault=refuse"],
+    "early": ["data.train.fault=early", "launch.nproc_per_node=1"],
+    "broken": ["data.train.fault=broken", "data.train.rank=0", "launch.nproc_per_node=1"],
 }
 
 
@@ -40,7 +49,8 @@ def test_a_failed_run_ends_in_seconds_with_code_1(failed: dict[str, Ended], proj
 def test_the_metrics_say_how_it_ended(failed: dict[str, Ended], project: Path, fault: str) -> None:
     lines = metrics(project / "runs" / fault)
     assert lines[-1]["kind"] == "end" and lines[-1]["status"] == "failed"
-    assert lines[-1]["steps"] == lines[-2]["step"] > 0
+    steps = lines[-2]["step"] if len(lines) > 1 else 0
+    assert lines[-1]["steps"] == steps and (steps > 0) == (fault != "early")
     assert lines[-1]["error"] in failed[fault].err
 
 
@@ -80,11 +90,57 @@ def test_a_rank_that_exits_by_itself_is_named_with_its_code(failed: dict[str, En
 def test_a_loss_that_is_nan_is_named_with_rank_and_step(failed: dict[str, Ended], project: Path) -> None:
     err = failed["nan"].err
     last = metrics(project / "runs/nan")[-2]["step"]
-    assert f"step {last + 1}: the loss is nan on rank 1" in err
+    # All ranks raise it, and the first that the agent sees is any of them.
+    assert f"shardkit: training failed: step {last + 1}: the loss is nan on rank 1" in err
     # shardkit's own errors say it all in their message; the traceback is for the log.
     assert "Traceback" not in err
     assert "NonFiniteError" in (project / "runs/nan/logs/rank-1.log").read_text()
 
 
 def test_a_rank_that_hangs_is_the_one_to_look_at(failed: dict[str, Ended]) -> None:
-    assert "waited for: rank 1" in failed["hang"].err
+    assert "shardkit: rank 0 timed out waiting for its peers: " in failed["hang"].err
+    assert "shardkit: rank 1 did not answer" in failed["hang"].err
+
+
+def test_a_rank_that_was_terminated_from_elsewhere_is_named(failed: dict[str, Ended]) -> None:
+    assert "shardkit: rank 1 was killed by SIGTERM" in failed["term"].err
+    assert "Traceback" not in failed["term"].err
+
+
+def test_a_refusal_on_a_rank_comes_after_a_start_and_ends_with_1(failed: dict[str, Ended]) -> None:
+    assert failed["refuse"].code == 1
+    assert "shardkit: rank 1 failed: not on this rank" in failed["refuse"].err
+
+
+def test_an_error_file_that_cannot_be_read_is_told_in_one_line(failed: dict[str, Ended]) -> None:
+    assert "shardkit: the ranks could not be watched to their end: JSONDecodeError" in failed["broken"].err
+    assert "Traceback" not in failed["broken"].err
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that a run fills in its first steps."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no permission to mount a small disk")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_named(project: Path, small_disk: Path) -> None:
+    more = ["train.max_steps=1000", "launch.nproc_per_node=1", "data.eval=null", "evaluation.every=null"]
+    ended = launch(project, "toy.yaml", f"run_dir={small_disk / 'run'}", *more)
+    assert ended.code == 1, ended.err[-2000:]
+    assert "shardkit: rank 0 failed: OSError: [Errno 28] No space left on device" in ended.err
+    assert ended.err.count("Traceback") == 1 and "JSONDecodeError" not in ended.err
+
+
+def test_a_disk_that_is_full_from_the_start_is_a_request_that_cannot_be_met(
+    small_disk: Path,
+) -> None:
+    (small_disk / "full").write_bytes(bytes(40 << 10))
+    folder = run_folder.choose("toy", str(small_disk / "run"), place="toy.yaml:3:1")
+    folder.create("x: 1\n")
+    (small_disk / "more").write_bytes(bytes(4 << 10))
+    with pytest.raises(RecipeError, match=r"^toy.yaml:3:1: run_dir: cannot write to .*: No space left on device"):
+        environment.write_machine(folder, ["python"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.launches import Ended, launch
+from tests.system.launches import RECIPE, Ended, launch
 
 MISTAKES = """\
 name: toy
@@ -87,6 +87,15 @@ def test_a_run_folder_in_use_is_refused(untouched: Path) -> None:
     assert ended.code == 2
     assert "not empty" in ended.err
     assert [path.name for path in used.iterdir()] == ["something"]
+    assert ended.err.startswith(f"command line 'run_dir={used}': run_dir: ")
+
+
+def test_a_folder_that_no_system_takes_is_refused_with_its_place(untouched: Path) -> None:
+    for value in ('run_dir="a\\0b"', "run_dir=toy.py/run", f"run_dir={'a' * 300}", f"name={'a' * 101}"):
+        ended = launch(untouched, "toy.yaml", value)
+        assert ended.code == 2, ended.err
+        assert ended.err.startswith(f"command line {value!r}: {value.partition('=')[0]}: ")
+        assert ended.err.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +122,8 @@ def test_left_over_rank_variables_are_named_and_ignored(dry: Ended) -> None:
 def test_the_console_command_launches_too(untouched: Path) -> None:
     code = "import sys; from shardkit.cli import main; main()"
     (untouched.parent / "console.py").write_text(code)
+    listed = launch(untouched, "backends", module="console", PYTHONPATH=str(untouched.parent))
+    assert "zero2" in listed.out and "gradients sharded" in listed.out and "Adapter" not in listed.out
     ended = launch(
         untouched,
         "launch",
@@ -123,3 +134,12 @@ def test_the_console_command_launches_too(untouched: Path) -> None:
     )
     assert ended.code == 2
     assert "train.max_stepps" in ended.err
+
+
+def test_problems_of_the_second_pass_come_in_the_order_of_lines(untouched: Path) -> None:
+    recipe = RECIPE.replace("name: toy\n", "name: toy\n\n\n\n\n\n").replace("in_features", "in_featuress")
+    recipe = recipe.replace("nproc_per_node: 2", "nproc_per_node: 3").replace("Squares}", "Squares, of: 3}")
+    (untouched.parent / "order.yaml").write_text(recipe)
+    ended = launch(untouched, str(untouched.parent / "order.yaml"), "batch.global_batch_size=6")
+    lines = [int(place[1]) for place in re.finditer(r"order\.yaml:(\d+):", ended.err)]
+    assert ended.code == 2 and lines == sorted(lines) and lines[0] < 10 <= lines[-1], ended.err

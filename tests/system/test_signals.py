@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.system.launches import family, finish, metrics, start, survivors, wait_for_steps
+from tests.system.launches import SECONDS, family, finish, metrics, start, survivors, wait_for_steps
 
-LONG = ["train.max_steps=100000", "data.train.pause=0.01", "metrics.every=1"]
+LONG = ["train.max_steps=100000", "data.train.size=100000", "data.train.pause=0.01", "metrics.every=1"]
 
 
 def test_ctrl_c_three_times_ends_once_with_130_and_no_orphans(project: Path) -> None:
@@ -42,3 +43,38 @@ def test_a_launcher_that_is_ended_takes_its_ranks_along(project: Path, number: s
     ended = finish(process, time.monotonic())
     assert ended.code == (143 if number is signal.SIGTERM else -9), ended.err
     assert survivors(started) == []
+
+
+def test_ctrl_c_while_the_launcher_imports_is_one_line(project: Path) -> None:
+    # A launcher that is slow to import: it stands in the middle of one when the signal comes.
+    (project / "slow").mkdir()
+    (project / "slow" / "omegaconf.py").write_text("import time\nopen('imports', 'w').close()\ntime.sleep(60)\n")
+    process = start(project, "toy.yaml", PYTHONPATH=str(project / "slow"))
+    wait_for(project / "imports", process)
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, time.monotonic())
+    assert (ended.code, ended.err) == (130, "shardkit: stopped by SIGINT\n")
+
+
+def test_ctrl_c_while_the_ranks_import_is_one_line_and_the_metrics_say_it(project: Path) -> None:
+    run = project / "runs" / "importing"
+    process = start(project, "toy.yaml", f"run_dir={run}", *LONG)
+    wait_for(run, process)
+    while len(started := family(process)) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, time.monotonic())
+    assert ended.code == 130, ended.err
+    assert ended.err.count("stopped by SIGINT") == 1 and "Traceback" not in ended.err
+    assert survivors(started) == []
+    (line,) = metrics(run)
+    assert line == {"kind": "end", "status": "stopped", "steps": 0, "error": "stopped by SIGINT"}
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.01)

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from shardkit.errors import NonFiniteError
+from shardkit.errors import NonFiniteError, WindowError
 from shardkit.launch import failure
 
 PEER = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:35249")
+SILENT = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete")
+ENDED, ENDED_AT_LAST = "ended by the agent's SIGTERM", "ended by its SIGKILL"
+SIGNALS = {ENDED: 15, ENDED_AT_LAST: 9}
+End = BaseException | int | str
 
 
-def process(folder: Path, rank: int, end: BaseException | int) -> ProcessFailure:
-    """A rank that raised an error, or ended with an exit code."""
+def process(folder: Path, rank: int, end: End) -> ProcessFailure:
+    """A rank that raised an error, ended with an exit code, or was ended by the agent."""
     file = folder / f"{rank}.json"
     if isinstance(end, BaseException):
         file.write_text(json.dumps(failure.record_of(end)))
-    code = end if isinstance(end, int) else 1
+    code = end if isinstance(end, int) else -SIGNALS.get(str(end), -1)
     return ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file=str(file))
+
+
+def failures(folder: Path, ends: Sequence[End]) -> list[failure.Failure]:
+    """How the ranks of a run ended, seen in the order of their numbers."""
+    error = ChildFailedError("worker", {rank: process(folder, rank, end) for rank, end in enumerate(ends)})
+    return failure.failures_of(error, {(1000 + r, SIGNALS[str(e)]) for r, e in enumerate(ends) if str(e) in SIGNALS})
 
 
 @pytest.mark.parametrize(
@@ -29,23 +40,35 @@ def process(folder: Path, rank: int, end: BaseException | int) -> ProcessFailure
         ([PEER, ValueError("boom")], 1, "rank 1 failed: ValueError: boom"),
         ([ValueError("first"), ValueError("second")], 0, "rank 0 failed: ValueError: first"),
         ([PEER, -9], 1, "rank 1 was killed by SIGKILL"),
-        ([-15, -11], 1, "rank 1 was killed by SIGSEGV"),
-        ([-15, 7], 1, "rank 1 exited with code 7"),
+        ([ENDED, -11], 1, "rank 1 was killed by SIGSEGV"),
+        ([ENDED, 7], 1, "rank 1 exited with code 7"),
         ([-6, ValueError("boom")], 1, "rank 1 failed: ValueError: boom"),
-        ([-15, PEER], 1, "rank 1 failed: RuntimeError"),
+        ([ENDED, PEER], 1, "rank 1 failed: RuntimeError"),
+        # Killed from elsewhere, and by the agent: the same exit codes.
+        ([ENDED, -15], 1, "rank 1 was killed by SIGTERM"),
+        ([PEER, -15, ENDED], 1, "rank 1 was killed by SIGTERM"),
+        ([SILENT, ENDED_AT_LAST], 0, "rank 0 timed out waiting for its peers: RuntimeError"),
+        # All ranks raise it; none of them need be the cause.
+        ([NonFiniteError("step 3: nan on rank 0"), ENDED], 0, "training failed: step 3: nan on rank 0"),
+        ([WindowError("too small"), WindowError("too small")], 0, "training failed: too small"),
+        ([WindowError("too small"), ENDED], 0, "rank 0 failed: too small"),
     ],
 )
 def test_the_cause_is_the_failure_that_is_no_consequence(
-    tmp_path: Path, ends: list[BaseException | int], rank: int, words: str
+    tmp_path: Path, ends: list[End], rank: int, words: str
 ) -> None:
-    error = ChildFailedError("worker", {r: process(tmp_path, r, end) for r, end in enumerate(ends)})
-    cause = failure.root_cause(failure.failures_of(error))
+    cause = failure.root_cause(failures(tmp_path, ends))
     assert cause.rank == rank
     assert cause.summary.startswith(words)
 
 
 def test_an_error_of_shardkit_shows_its_message_only(tmp_path: Path) -> None:
-    error = ChildFailedError("worker", {0: process(tmp_path, 0, NonFiniteError("step 3: the loss is nan"))})
-    report = failure.report(failure.failures_of(error), tmp_path)
-    assert "rank 0 failed: step 3: the loss is nan" in report
+    report = failure.report(failures(tmp_path, [NonFiniteError("step 3: the loss is nan")]), tmp_path)
+    assert "shardkit: training failed: step 3: the loss is nan\n" in report
     assert "Traceback" not in report and str(tmp_path / "rank-0.log") in report
+
+
+def test_a_rank_that_the_agent_had_to_kill_did_not_answer_and_is_not_out_of_memory(tmp_path: Path) -> None:
+    report = failure.report(failures(tmp_path, [SILENT, ENDED_AT_LAST, ENDED]), tmp_path)
+    assert "rank 1 did not answer" in report and str(tmp_path / "rank-1.log") in report
+    assert "memory" not in report and "rank 2" not in report
