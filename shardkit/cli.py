@@ -16,6 +16,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Training run
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def launch(context: typer.Context) -> None:
     """Check a recipe, then run it; the same as `python -m shardkit.launch`."""
+    from shardkit.launch import stopping
+
+    stopping.install(stopping.at_once)  # click would take a Ctrl-C during the imports for its own
     from shardkit.launch.command import main as launch_main
 
     raise typer.Exit(launch_main(context.args))

@@ -38,7 +38,7 @@ def test_two_launches_at_once_both_complete(both: tuple[Ended, Ended], project: 
 
 def test_the_run_folder_holds_recipe_environment_metrics_and_logs(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
-    assert names == {"recipe.yaml", "environment.json", "metrics.jsonl", "logs", "tensorboard"}
+    assert names == {"recipe.yaml", "environment.json", "metrics.jsonl", "normalization.txt", "logs", "tensorboard"}
     assert {path.name for path in (run / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
     facts = json.loads((run / "environment.json").read_text())
     assert facts["world_size"] == 2 and facts["device_type"] == "cpu"
