@@ -180,11 +180,11 @@ def _problems(loaded: Loaded, world_size: int) -> str:
 def _make_folder(loaded: Loaded) -> tuple[str, str]:
     """(the new run folder, "") or ("", why there is none)."""
     try:
-        folder = run_folder.choose(loaded.recipe.name, loaded.recipe.run_dir)
+        folder = run_folder.choose(loaded.recipe.name, loaded.recipe.run_dir, place=loaded.place("run_dir"))
         folder.create(loaded.to_yaml())
+        environment.write_machine(folder, environment.command_line())
     except RequestError as error:
         return "", str(error)
-    environment.write_machine(folder, environment.command_line())
     return str(folder.path.resolve()), ""
 
 

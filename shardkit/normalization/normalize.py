@@ -42,11 +42,12 @@ class Normalize(Function):
         mean, inverse = moments.mean.to(wide), (moments.variance() + eps).rsqrt().to(wide)
         ctx.save_for_backward(x, weight, bias, mean, inverse, moments.count)
         ctx.reduce, ctx.counts = reduce, counts
-        y = (x.to(wide) - _channels(mean, x)) * _channels(inverse, x)
+        # In place: each copy would be as large as an activation of the whole window.
+        y = (x.to(wide) - _channels(mean, x)).mul_(_channels(inverse, x))
         if weight is not None:
-            y = y * _channels(weight.to(wide), x)
+            y.mul_(_channels(weight.to(wide), x))
         if bias is not None:
-            y = y + _channels(bias.to(wide), x)
+            y.add_(_channels(bias.to(wide), x))
         return y.to(x.dtype)
 
     @staticmethod
@@ -56,7 +57,7 @@ class Normalize(Function):
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, mean, inverse, count = ctx.saved_tensors
         dy = gradients[0].to(mean.dtype)
-        xhat = (x.to(mean.dtype) - _channels(mean, x)) * _channels(inverse, x)
+        xhat = (x.to(mean.dtype) - _channels(mean, x)).mul_(_channels(inverse, x))
         sums = sums_over(dy, xhat)
         sum_dy, sum_dy_xhat = sums.chunk(2)
         d_weight = sum_dy_xhat.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
@@ -65,10 +66,10 @@ class Normalize(Function):
         if ctx.needs_input_grad[0]:
             # Also with an empty batch: the other ranks wait for it.
             sums = ctx.reduce(sums)
+            scale = inverse if weight is None else inverse * weight.to(mean.dtype)
             if ctx.counts:
                 mean_dy, mean_dy_xhat = (sums / count.to(sums.dtype).clamp(min=1)).chunk(2)
-                dy = dy - _channels(mean_dy, x) - xhat * _channels(mean_dy_xhat, x)
-            scale = inverse if weight is None else inverse * weight.to(mean.dtype)
+                dy = xhat.mul_(_channels(-mean_dy_xhat, x)).add_(dy).sub_(_channels(mean_dy, x))
             dx = (dy * _channels(scale, x)).to(x.dtype)
         return dx, d_weight, d_bias, None, None, None, None
 

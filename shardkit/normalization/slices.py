@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,10 +23,13 @@ from torch.autograd.function import once_differentiable
 
 from shardkit.errors import WindowError
 from shardkit.normalization.batch_norm import BatchNorm, interpose
+from shardkit.normalization.exact import replace_forward
 from shardkit.normalization.host import HostBatch, OnHost
 from shardkit.normalization.moments import Moments
 from shardkit.normalization.normalize import Normalize, standardized, sums_over
 
+# Names of blocks, for errors.
+_NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _SIZES: ContextVar[tuple[int, ...]] = ContextVar("sizes", default=())
 
 
@@ -41,26 +46,26 @@ def sliced(sizes: Sequence[int]) -> Iterator[None]:
 def slice_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> None:
     """Make each block run one micro-batch at a time, forward and backward."""
     for name, block in blocks:
-        block.forward = _over_slices(name, block, block.forward)
+        replace_forward(name, block, _over_slices)
+        _NAMES[block] = name
 
 
-def _over_slices(name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any, **named: Any) -> Any:
-        sizes = _SIZES.get()
-        if not sizes or not (block.training and torch.is_grad_enabled()):
-            return forward(*arguments, **named)
-        if len(arguments) != 1 or named or not isinstance(arguments[0], torch.Tensor):
-            raise WindowError(f"{_where(name)} takes more than one tensor; list blocks of one input and one output")
-        (x,) = arguments
-        if x.shape[0] != sum(sizes):
-            raise WindowError(
-                f"{_where(name)} got {x.shape[0]} rows for the {sum(sizes)} items of the window; list blocks whose "
-                "input has the items along its first dim"
-            )
-        parameters = [p for p in block.parameters() if p.requires_grad]
-        return _Function.apply(_Pass(name, block, forward, sizes), x, *parameters)
-
-    return run
+def _over_slices(block: nn.Module, *arguments: Any, **named: Any) -> Any:
+    sizes = _SIZES.get()
+    forward = MethodType(type(block).forward, block)
+    if not sizes or not (block.training and torch.is_grad_enabled()):
+        return forward(*arguments, **named)
+    name = _NAMES.get(block, type(block).__name__)
+    if len(arguments) != 1 or named or not isinstance(arguments[0], torch.Tensor):
+        raise WindowError(f"{_where(name)} takes more than one tensor; list blocks of one input and one output")
+    (x,) = arguments
+    if x.shape[0] != sum(sizes):
+        raise WindowError(
+            f"{_where(name)} got {x.shape[0]} rows for the {sum(sizes)} items of the window; list blocks whose "
+            "input has the items along its first dim"
+        )
+    parameters = [p for p in block.parameters() if p.requires_grad]
+    return _Function.apply(_Pass(name, block, forward, sizes), x, *parameters)
 
 
 def _where(name: str) -> str:

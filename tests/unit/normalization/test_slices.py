@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardkit
-from shardkit.errors import WindowError
+from shardkit.errors import NormalizationError, WindowError
 from shardkit.memory import PeakBytes
 from shardkit.normalization import host
 from shardkit.normalization.host import HostBatch, OnHost
@@ -199,6 +200,28 @@ class Fickle(nn.Module):
 def test_what_cannot_be_sliced_is_refused_by_the_name_of_its_block(block: nn.Module, call: Any, said: str) -> None:
     with pytest.raises(WindowError, match=f"block 'block'.*{said}"):
         step(CONSTANT, [3, 1], model=Holder(block.double(), call), blocks=["block"])
+
+
+@pytest.mark.parametrize("policy", [BLOCKS, CONSTANT], ids=["blocks", "constant"])
+def test_a_deep_copy_runs_its_own_blocks(policy: Any) -> None:
+    model = net()
+    engine = shardkit.open_engine(
+        "single", model, lambda n: torch.optim.SGD([p for _, p in n], lr=0.1), blocks=["?"], normalization=policy
+    )
+    twin = copy.deepcopy(engine.model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    twin.train()
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    assert twin(x).abs().max() == 0 and engine.model(x).abs().max() > 0
+
+
+def test_a_block_whose_forward_was_replaced_is_refused() -> None:
+    model = net()
+    model[1].forward = lambda x: x
+    with pytest.raises(NormalizationError, match="forward of block '1' was replaced already"):
+        step(BLOCKS, [2, 2], model=model)
 
 
 def test_a_host_batch_comes_back_whole_for_any_operation() -> None:
