@@ -17,6 +17,7 @@ from shardkit.engines.options import DeepSpeedOptions
 from shardkit.engines.start import check_parameters
 from shardkit.engines.whole import autocast
 from shardkit.engines.zero import (
+    OutputWatch,
     UnusedWatch,
     close_zero,
     prepare_deepspeed,
@@ -48,6 +49,7 @@ class AccelerateDeepSpeedEngine(Engine):
         named = trainable(self.bare)
         self.optimizer = make_optimizer(named)
         self.unused = UnusedWatch(self.optimizer, named)
+        self.outputs = OutputWatch(self.bare, options.stage)
         self.accelerator = start_accelerator(
             self.world,
             {DistributedType.DEEPSPEED},
@@ -73,6 +75,7 @@ class AccelerateDeepSpeedEngine(Engine):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> StepReport:
+        self.outputs.stop()
         self.unused.check()
         return zero_step(self.model)
 

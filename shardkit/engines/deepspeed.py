@@ -15,6 +15,7 @@ from shardkit.engines.options import DeepSpeedOptions
 from shardkit.engines.start import check_parameters
 from shardkit.engines.whole import autocast
 from shardkit.engines.zero import (
+    OutputWatch,
     UnusedWatch,
     close_zero,
     prepare_deepspeed,
@@ -47,6 +48,7 @@ class DeepSpeedEngine(Engine):
         named = trainable(model)
         self.optimizer = make_optimizer(named)
         self.unused = UnusedWatch(self.optimizer, named)
+        self.outputs = OutputWatch(model, options.stage)
         self.model: Any = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=zero_config(settings, options), dist_init_required=False
         )[0]
@@ -69,6 +71,7 @@ class DeepSpeedEngine(Engine):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> StepReport:
+        self.outputs.stop()
         self.unused.check()
         return zero_step(self.model)
 

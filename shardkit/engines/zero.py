@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shardkit.engines.api import EngineSettings, Interval, Kind, NamedParameters
 from shardkit.engines.names import frozen, full_name, persistent_buffers
 from shardkit.engines.options import DeepSpeedOptions
 from shardkit.engines.unused import GradientWatch, refuse_unused
+from shardkit.errors import EngineError
 
 SHARDED = {
     1: frozenset({"optimizer"}),
@@ -105,6 +107,35 @@ def zero_step(engine: Any) -> StepReport:
     # After a step left out, the norm is the last one's (stage 3) or inf (stages 1 and 2).
     norm = engine.get_global_grad_norm() if applied else float("nan")
     return StepReport(grad_norm=float(norm), skipped=not applied)
+
+
+class OutputWatch:
+    """Refuses outputs that ZeRO 3 does not find the tensors in, by the module that returns them.
+
+    It gathers a module's parameters for the backward by what it hooks on the module's output, and looks for tensors in
+    tuples, lists and mappings only (DeepSpeed 0.19.8): the backward would meet empty parameters.
+    """
+
+    def __init__(self, model: nn.Module, stage: int) -> None:
+        modules = model.named_modules() if stage == 3 else ()
+        self._hooks = [module.register_forward_hook(self._hook(name)) for name, module in modules]
+
+    def _hook(self, name: str) -> Any:
+        def look(module: nn.Module, _inputs: Any, output: Any) -> None:
+            kind = type(output)
+            if is_dataclass(output) and not isinstance(output, Mapping):
+                raise EngineError(
+                    f"{name or 'the model'} ({type(module).__name__}) returns the dataclass {kind.__name__}, in which "
+                    "stage 3 does not find the tensors it has to follow; return a tuple or a dict, or use fsdp2"
+                )
+
+        return look
+
+    def stop(self) -> None:
+        """After the first window: what a model returns does not change."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 class UnusedWatch:

@@ -17,9 +17,16 @@ from tests.conformance.ranks import assemble
 from tests.conformance.reference import reference
 
 ALL_CASES = [*CASES, BF16, BF16_BATCHNORM]
-# Worlds that run in `make test`; the others are marked slow. ZeRO-3 takes seconds a case on more ranks than cores.
-QUICK = {1, 2}
-QUICK_ON_FOUR = {"ddp", "fsdp2", "hsdp", "zero2"}
+# Where a test runs: (backends, worlds) in `make test`, and in `make test-slow`; a third party's engine runs the quick ones.
+# Backends that end in the same engine are not all taken to worlds of more ranks than cores, where ZeRO-3 takes seconds
+# a case.
+EVERY = {
+    "quick": [(None, (1, 2)), ({"ddp", "fsdp2", "hsdp", "zero2"}, (4,))],
+    "slow": [
+        ({"ddp", "fsdp2", "zero2", "zero3"}, (3,)),
+        ({"zero1", "zero3", "accelerate-fsdp2", "accelerate-zero3"}, (4,)),
+    ],
+}
 ONE_PROCESS = {name for name, adapter in registry.BUILT_IN.items() if adapter.one_process}
 
 
@@ -35,25 +42,20 @@ def backend_named(name: str) -> Backend:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.config.getoption("--backend") or sorted(shipped.files("backends"))
     if "world" in metafunc.fixturenames:
-        # A test says `worlds` and `quick` where it differs.
-        quick = getattr(metafunc.function, "quick", QUICK)
+        where = getattr(metafunc.function, "where", EVERY)
         places = [
-            pytest.param(
-                name, world, marks=() if _quick(name, world, quick) else pytest.mark.slow, id=f"{name}-{world}"
-            )
+            pytest.param(name, world, marks=() if speed == "quick" else pytest.mark.slow, id=f"{name}-{world}")
+            for speed in ("quick", "slow")
             for name in names
-            for world in getattr(metafunc.function, "worlds", (1, 2, 3, 4))
-            if _possible(name, world)
+            for chosen, worlds in where[speed]
+            for world in worlds
+            if (chosen is None or name in chosen or (":" in name and speed == "quick")) and _possible(name, world)
         ]
-        metafunc.parametrize(("backend", "world"), places)
+        metafunc.parametrize(("backend", "world"), list({place.id: place for place in places}.values()))
     elif "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", names)
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", ALL_CASES, ids=lambda case: case.name)
-
-
-def _quick(name: str, world: int, quick: set[int]) -> bool:
-    return world in quick or (world == 4 and name in QUICK_ON_FOUR)
 
 
 def _possible(name: str, world: int) -> bool:
@@ -69,11 +71,18 @@ def _possible(name: str, world: int) -> bool:
 def runs(launch_ranks: Callable[..., list[Any]]) -> Callable[[str, int], dict[str, Any]]:
     """`runs(backend, world)`: case name -> results of all ranks; the ranks are started once."""
     kept: dict[tuple[str, int], dict[str, Any]] = {}
+    broken: dict[tuple[str, int], str] = {}
 
     def run(name: str, world: int) -> dict[str, Any]:
+        if (name, world) in broken:
+            pytest.fail(broken[name, world])
         if (name, world) not in kept:
-            # All failures of one start are told by the first test that reads it.
-            ranks = launch_ranks(world, "run_cases", backend_named(name), ALL_CASES)
+            try:
+                ranks = launch_ranks(world, "run_cases", backend_named(name), ALL_CASES)
+            except pytest.fail.Exception as error:
+                # Started once, also when it fails: every test that reads the run tells why.
+                broken[name, world] = str(error)
+                raise
             kept[name, world] = {case.name: {"ranks": [rank[case.name] for rank in ranks]} for case in ALL_CASES}
             for result in kept[name, world].values():
                 result["whole"] = assemble(result["ranks"])

@@ -337,6 +337,14 @@ def run_refusals(backend: Any) -> dict[str, str]:
 
     attempt("sometimes, sgd", sometimes(lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)))
     attempt("sometimes, adam", sometimes(lambda named: torch.optim.Adam([p for _, p in named], lr=0.1)))
+
+    def dataclass_output(engines: list[Any]) -> None:
+        case = Case("dataclass", output="dataclass")
+        engine = opened(engines, case)
+        for index in range(2):
+            found["dataclass loss"] = str(shardkit.train_step(engine, window(case, index), TokenLoss()).loss)
+
+    attempt("dataclass output", dataclass_output)
     attempt("other shapes", other_shapes)
     attempt("channels last", strided)
     attempt("method of the model", method)

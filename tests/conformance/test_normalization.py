@@ -168,7 +168,14 @@ def test_running_statistics_agree_over_the_ranks_after_an_evaluation(norm_runs: 
         assert rank["apart before the evaluation"] is (world > 1)
 
 
+WHERE = {
+    "quick": [({"ddp", "fsdp2", "zero2", "zero3"}, (2,))],
+    "slow": [
+        (None, (2,)),
+        ({"single", "ddp"}, (1,)),
+        ({"ddp", "fsdp2", "zero1", "zero2", "zero3", "accelerate-fsdp2"}, (4,)),
+    ],
+}
 for test in list(globals().values()):
     if callable(test) and getattr(test, "__name__", "").startswith("test_"):
-        test.worlds = (1, 2, 4)
-        test.quick = {2}
+        test.where = WHERE

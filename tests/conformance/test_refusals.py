@@ -11,6 +11,7 @@ from shardkit.engines import registry
 from shardkit.engines.api import Traits
 from shardkit.recipe.backend import load_backend
 from shardkit.recipe.build import make_options
+from tests.conformance.cases import Case
 from tests.conformance.conftest import ONE_PROCESS, backend_named
 
 
@@ -62,6 +63,17 @@ def test_a_parameter_that_some_windows_leave_out_is_kept_or_refused(
         assert message == "no error" and refusals(backend)["sometimes moved"] == "0.0"
     else:
         assert message.startswith("EngineError") and "extra.weight" in message
+
+
+def test_a_dataclass_as_output_is_seen_through_or_refused(refusals: Any, one_process: Any, backend: str) -> None:
+    # B43: DeepSpeed 0.19.8 looks for tensors in tuples, lists and mappings only.
+    message = refusals(backend)["dataclass output"]
+    if "parameters" in traits_of(backend).shards and backend_named(backend).options.get("stage") == 3:
+        assert message.startswith("EngineError") and "Output" in message and "return a tuple or a dict" in message
+    else:
+        assert message == "no error"
+        want = one_process(Case("dataclass", output="dataclass"))["losses"][1]
+        assert float(refusals(backend)["dataclass loss"]) == pytest.approx(want, rel=2e-6)
 
 
 def test_ranks_that_built_different_models_are_refused(refusals: Any, backend: str) -> None:
