@@ -17,9 +17,9 @@ from tests.conformance.ranks import assemble
 from tests.conformance.reference import reference
 
 ALL_CASES = [*CASES, BF16, BF16_BATCHNORM]
-# Where a test runs: (backends, worlds) in `make test`, and in `make test-slow`; a third party's engine runs the quick ones.
-# Backends that end in the same engine are not all taken to worlds of more ranks than cores, where ZeRO-3 takes seconds
-# a case.
+# Where a test runs: (backends, worlds) in `make test`, and in `make test-slow`; a third party's engine runs the quick
+# ones. Backends that end in the same engine are not all taken to worlds of more ranks than cores, where ZeRO-3 takes
+# seconds a case.
 EVERY = {
     "quick": [(None, (1, 2)), ({"ddp", "fsdp2", "hsdp", "zero2"}, (4,))],
     "slow": [
