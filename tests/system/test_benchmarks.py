@@ -44,9 +44,9 @@ def test_exact_keeps_its_promises_of_memory() -> None:
     (peaks,) = tables(benchmark("exact_memory"))
     row = peaks["8"]
     large = row["large batch"]
-    # A block's boundary is 1 of the 5 tensors it saves: blocks alone come to 0.30, stages and blocks to 0.19.
+    # A block's boundary is 1 of the 5 tensors it saves: blocks alone come to 0.28, stages and blocks to 0.17.
     assert row["exact, nested"] <= 0.25 * large
-    assert row["exact"] <= 0.35 * large
+    assert row["exact"] <= 0.30 * large
     assert row["exact, offload"] <= row["keep"]
     assert row["exact, constant"] <= row["keep"]
 
