@@ -38,7 +38,7 @@ lint: $(VENV)/.installed
 	$(RUN) -m ruff format --check .
 
 types: $(VENV)/.installed
-	$(RUN) -m pyright
+	$(RUN) -m pyright --pythonpath $(RUN)
 
 clean:
 	rm -rf $(VENV) runs dist build
