@@ -35,7 +35,8 @@ def evaluate(engine: Engine, windows: Windows, loss: Loss) -> Scores:
     Running statistics that differ by rank are merged first, and stay merged. Sums and counts cross the ranks once, at
     the end, in float64: a mean of means would depend on the cutting.
     """
-    merge_running_statistics(engine.model, engine.world)
+    merge_running_statistics(engine.model, engine.world, items=engine.norms.items_seen)
+    engine.norms.items_seen = 0.0
     sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: _zero(engine))
     counts: defaultdict[str, torch.Tensor] = defaultdict(lambda: _zero(engine))
     with _evaluating(engine.model), engine.inference():

@@ -189,6 +189,7 @@ def train_step(
                 loss_sum, _ = loss(engine.model, batch)
             engine.backward(loss_sum * (world.size / items if counts else 0.0))
         sums.append(loss_sum.detach().double() if counts else torch.zeros_like(loss_sum, dtype=torch.float64))
+    engine.norms.items_seen += sum(num_items(batch) for batch, counts in window.weighted() if counts)
     report = engine.step()
     commit(engine.norms.layers, world, keep=not report.skipped)
     if report.skipped and nonfinite == "error":

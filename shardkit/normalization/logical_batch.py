@@ -9,7 +9,7 @@ from shardkit.normalization.batch_norm import BatchNorm
 from shardkit.normalization.report import Applied
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LogicalBatch:
     """The norms of a model whose statistics belong to the window, and whether it runs as one batch."""
 
@@ -19,6 +19,9 @@ class LogicalBatch:
     # The micro-batches of a rank are concatenated into one forward (policy exact).
     on_host: bool | Literal["auto"] = False
     # Saved tensors wait for the backward in host memory; auto = when the device has little left.
+
+    items_seen: float = 0.0
+    # Of this rank, in training, since its running statistics were last merged with the others'.
 
     @property
     def layers(self) -> tuple[BatchNorm, ...]:

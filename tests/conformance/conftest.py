@@ -43,15 +43,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.config.getoption("--backend") or sorted(shipped.files("backends"))
     if "world" in metafunc.fixturenames:
         where = getattr(metafunc.function, "where", EVERY)
-        places = [
-            pytest.param(name, world, marks=() if speed == "quick" else pytest.mark.slow, id=f"{name}-{world}")
-            for speed in ("quick", "slow")
-            for name in names
-            for chosen, worlds in where[speed]
-            for world in worlds
-            if (chosen is None or name in chosen or (":" in name and speed == "quick")) and _possible(name, world)
-        ]
-        metafunc.parametrize(("backend", "world"), list({place.id: place for place in places}.values()))
+        places: dict[str, Any] = {}
+        for speed in ("quick", "slow"):
+            for name in names:
+                for chosen, worlds in where[speed]:
+                    if chosen is None or name in chosen or (":" in name and speed == "quick"):
+                        for world in worlds:
+                            if _possible(name, world):
+                                marks = () if speed == "quick" else pytest.mark.slow
+                                place = pytest.param(name, world, marks=marks, id=f"{name}-{world}")
+                                # What is quick is not slow as well.
+                                places.setdefault(place.id, place)
+        metafunc.parametrize(("backend", "world"), list(places.values()))
     elif "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", names)
     if "case" in metafunc.fixturenames:

@@ -435,7 +435,19 @@ def run_norms(backend: Any, policy: Any, cells: list[list[list[int]]], dtype: st
         during = dict(counted)
         buffers = torch.cat([b.double().reshape(-1) for b in engine.model.buffers()])
         apart = bool((world.stack(buffers) != buffers).any())
-        merge_running_statistics(engine.model, world)
+        own = {name: b.detach().double().clone() for name, b in engine.model.named_buffers() if "running" in name}
+        seen = engine.norms.items_seen
+        merge_running_statistics(engine.model, world, items=seen)
+        merged = [(value, engine.model.get_buffer(name)) for name, value in own.items()]
+        weights = torch.tensor(world.gather(seen), dtype=torch.float64)[:, None]
+        for index in range(0, len(merged), 2):
+            # Each layer's mean, then its variance: what Chan's formula says of the ranks' own.
+            (mean, now_mean), (variance, now_variance) = merged[index : index + 2]
+            means, variances = world.stack(mean), world.stack(variance)
+            pooled = (weights * means).sum(0) / weights.sum()
+            spread = (weights * (variances + (means - pooled).square())).sum(0) / weights.sum()
+            error = max((now_mean - pooled).abs().max().item(), (now_variance - spread).abs().max().item())
+            assert error < (1e-12 if dtype == "float64" else 1e-6), error
         counted.clear()
         engine.model.eval()
         with engine.inference():

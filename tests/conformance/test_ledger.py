@@ -29,7 +29,7 @@ def test_every_sample_is_seen_exactly_once_an_epoch(
 
 # 300 items are whole micro-steps of 50 on 1, 2 and 3 processes.
 test_every_sample_is_seen_exactly_once_an_epoch.where = {  # type: ignore[attr-defined]
-    "quick": [({"ddp", "fsdp2", "zero3"}, (2,))],
+    "quick": [({"fsdp2", "zero3"}, (2,))],
     "slow": [(None, (1, 2, 3))],
 }
 

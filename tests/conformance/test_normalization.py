@@ -169,7 +169,7 @@ def test_running_statistics_agree_over_the_ranks_after_an_evaluation(norm_runs: 
 
 
 WHERE = {
-    "quick": [({"ddp", "fsdp2", "zero2", "zero3"}, (2,))],
+    "quick": [({"ddp", "fsdp2", "zero3"}, (2,))],
     "slow": [
         (None, (2,)),
         ({"single", "ddp"}, (1,)),
