@@ -7,7 +7,7 @@ The loop works in windows (one logical batch) of micro-steps (one forward and ba
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -25,6 +25,8 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
 
 Kind = Literal["parameter", "buffer", "optimizer"]
+# A number the optimizer keeps for a parameter; a tensor here has no dimension.
+Scalar = torch.Tensor | float | int | bool | None
 Precision = Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"]
 
 
@@ -85,7 +87,8 @@ class Interval:
     """A flat row-major piece of one tensor of the training state, as this rank holds it.
 
     `tensor` is a live 1-D view of `tensor.numel()` elements that starts at element `start` of the whole tensor of
-    `shape`. A replicated tensor is one whole interval on every rank.
+    `shape`. Equal copies of an interval lie on several ranks: one a rank for replicas, one a replica under hybrid
+    sharding.
     """
 
     kind: Kind
@@ -96,7 +99,21 @@ class Interval:
     shape: tuple[int, ...]
     start: int
     tensor: torch.Tensor
-    replicated: bool
+    copy: int = 0
+    # Which of the equal copies of this interval this rank holds,
+    copies: int = 1
+    # and how many there are.
+    writeback: Callable[[], None] | None = None
+    # Where the memory is not contiguous, `tensor` is a copy; this puts what was written into it back.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """What the optimizer keeps for one parameter; of its tensors, only what they look like."""
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    # Key -> shape of the whole tensor, and dtype.
+    scalars: dict[str, Scalar]
 
 
 class Engine(Protocol):
@@ -118,6 +135,8 @@ class Engine(Protocol):
     # Callable like the model that came in.
     optimizer: torch.optim.Optimizer
     # Its param_groups' lr is what the next step uses: schedulers are built on it.
+    groups: tuple[tuple[str, ...], ...]
+    # Full names of the parameters in each of its param_groups; set by `open_engine`.
     traits: Traits
     world: World
     norms: LogicalBatch
@@ -154,7 +173,34 @@ class Engine(Protocol):
         """This rank's part of the training state; reading it changes nothing.
 
         Parameters are the fp32 masters where there are any.
+
+        Raises:
+            EngineError: gradients of an unfinished window are pending, or what the model computes with is not the
+                cast of its master.
         """
+
+    def scalars(self) -> dict[str, dict[str, Scalar]]:
+        """Full name -> key -> number: what the optimizer keeps besides tensors ("step", NAdam's "mu_product", ...).
+
+        For the parameters that this rank holds something of.
+        """
+        raise NotImplementedError
+
+    def load_state(self, optimizer: Mapping[str, OptimizerState] | None) -> AbstractContextManager[Iterable[Interval]]:
+        """Yields this rank's live intervals to be written into; on leaving, what is derived from them is refreshed.
+
+        Collective: every rank enters and leaves, also when it writes nothing.
+
+        Args:
+            optimizer: by full name, what the optimizer shall keep for a parameter. Its tensors are made (zeros) and
+                its numbers set, without a step, and whatever it kept before is dropped; a parameter that is absent
+                keeps nothing. None = the optimizer's state is left alone.
+
+        Raises:
+            EngineError: before anything is changed, when the backend cannot hold it (ZeRO: parameters of one flat
+                group with different numbers; it names two).
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:
@@ -168,7 +214,9 @@ __all__ = [
     "Kind",
     "MakeOptimizer",
     "NamedParameters",
+    "OptimizerState",
     "Precision",
+    "Scalar",
     "StepReport",
     "Traits",
 ]

@@ -77,5 +77,14 @@ def _pieces(kind: Kind, name: str, state: str | None, tensor: torch.Tensor) -> I
             shape=shape,
             start=start,
             tensor=local.reshape(-1),
-            replicated=replicated,
+            copy=_rank() if replicated else 0,
+            copies=_size() if replicated else 1,
         )
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _size() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1

@@ -237,7 +237,14 @@ def _interval(
 ) -> Interval:
     assert start + tensor.numel() <= math.prod(shape)
     return Interval(
-        kind=kind, name=name, state=state, shape=shape, start=start, tensor=tensor.detach(), replicated=replicated
+        kind=kind,
+        name=name,
+        state=state,
+        shape=shape,
+        start=start,
+        tensor=tensor.detach(),
+        copy=torch.distributed.get_rank() if replicated else 0,
+        copies=torch.distributed.get_world_size() if replicated else 1,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import pickle
 import sys
@@ -15,7 +16,10 @@ HANG_SECONDS = 240
 
 
 def rank_main(rank: int, size: int, folder: str, function: str, arguments: tuple[Any, ...]) -> None:
-    """Join the ranks through a file, run `function` of this module, and leave its result in `folder`."""
+    """Join the ranks through a file, run `function`, and leave its result in `folder`.
+
+    `function` is a name of this module, or "package.module:name".
+    """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     # Accelerate insists on them, though the group is joined through a file; nothing listens there.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -32,13 +36,18 @@ def rank_main(rank: int, size: int, folder: str, function: str, arguments: tuple
     try:
         store = dist.FileStore(str(Path(folder) / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
-        outcome = ("ok", globals()[function](*arguments))
+        outcome = ("ok", _named(function)(*arguments))
     except BaseException as error:
         outcome = ("error", (type(error).__name__, str(error), traceback.format_exc()))
     (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(outcome))
     log.flush()
     # A group with a failed or absent member cannot be left in order; nothing else is to be kept.
     os._exit(0)
+
+
+def _named(function: str) -> Any:
+    module, _, name = function.rpartition(":")
+    return getattr(importlib.import_module(module), name) if module else globals()[name]
 
 
 def run_cases(backend: Any, cases: list[Any]) -> dict[str, Any]:
@@ -87,7 +96,7 @@ def run_case(backend: Any, case: Any) -> dict[str, Any]:
             engine.model.train()
     before = [i.tensor.clone() for i in engine.state()]
     result["state"] = [
-        (i.kind, i.name, i.state, i.shape, i.start, i.tensor.float().clone(), str(i.tensor.dtype), i.replicated)
+        (i.kind, i.name, i.state, i.shape, i.start, i.tensor.float().clone(), str(i.tensor.dtype), i.copies)
         for i in engine.state()
     ]
     result["reading changed nothing"] = all(
@@ -373,7 +382,7 @@ def assemble(results: list[dict[str, Any]]) -> dict[tuple[str, str, str | None],
     whole: dict[Any, Any] = {}
     seen: dict[Any, Any] = {}
     for result in results:
-        for kind, name, state, shape, start, tensor, _dtype, _replicated in result["state"]:
+        for kind, name, state, shape, start, tensor, _dtype, _copies in result["state"]:
             key = (kind, name, state)
             if key not in whole:
                 dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
@@ -459,7 +468,7 @@ def run_norms(backend: Any, policy: Any, cells: list[list[list[int]]], dtype: st
         "evaluating": evaluating,
         "apart before the evaluation": apart,
         "state": [
-            (i.kind, i.name, i.state, i.shape, i.start, i.tensor.clone(), str(i.tensor.dtype), i.replicated)
+            (i.kind, i.name, i.state, i.shape, i.start, i.tensor.clone(), str(i.tensor.dtype), i.copies)
             for i in engine.state()
         ],
     }
