@@ -7,6 +7,7 @@ ShardkitError                 1
 |   `-- NormalizationError        a norm layer cannot become what the policy asks for
 |-- DataError                 1   the data set or a batch is not what the loop can train on
 |-- WindowError               1   the micro-batches of a window do not fit together
+|-- CheckpointError           1   a checkpoint cannot be written, read or fitted to this run
 |-- EngineError               1   the backend met something it would get wrong in silence
 `-- NonFiniteError            1   a loss or a gradient is NaN or infinite
 """
@@ -63,6 +64,10 @@ class DataError(ShardkitError):
 
 class WindowError(ShardkitError):
     """The micro-batches of one window do not fit together, on this rank or over the ranks."""
+
+
+class CheckpointError(ShardkitError):
+    """A checkpoint cannot be written, is damaged, or does not fit the model, the optimizer or the data."""
 
 
 class EngineError(ShardkitError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,8 @@ class World:
     local_rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    group: Any = None
+    # The process group of its collectives; None = the default one.
 
     @classmethod
     def current(cls, device: str = "auto") -> World:
@@ -46,7 +48,7 @@ class World:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` summed over the ranks, in place; the same tensor in a world of one."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def stack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -54,7 +56,7 @@ class World:
         if self.size == 1:
             return tensor[None]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor)
+        dist.all_gather(parts, tensor, group=self.group)
         return torch.stack(parts)
 
     def gather(self, value: Any) -> list[Any]:
@@ -62,17 +64,31 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def collect(self, value: Any) -> list[Any]:
+        """The picklable `value` of every rank, in rank order, on rank 0; nothing elsewhere. Not for hot paths."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
+
+    def aside(self) -> World:
+        """The same ranks over a gloo group of their own, whose collectives another thread may use meanwhile."""
+        if self.size == 1:
+            return self
+        return replace(self, device=torch.device("cpu"), group=dist.new_group(backend="gloo"))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's `tensor` on every rank, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=0, group=self.group)
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
 def resolve_device(device: str, local_rank: int) -> torch.device:
