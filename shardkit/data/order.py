@@ -84,18 +84,33 @@ class GlobalOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        full, rest = divmod(self.num_items, self.global_batch_size)
+        return self.steps_from(0)
+
+    def steps_from(self, start: int) -> int:
+        """Windows of an epoch from its sample position `start` on; 0 where nothing is left.
+
+        Raises:
+            DataError: `start` is below 0.
+        """
+        if start < 0:
+            raise DataError(f"{start} is no position in an epoch; expected 0 or more")
+        full, rest = divmod(max(0, self.num_items - start), self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
 
-    def windows(self, epoch: int) -> Iterator[Sequence[int]]:
-        """The sample numbers of each window of `epoch`; the last window is short unless `drop_last`."""
+    def windows(self, epoch: int, start: int = 0) -> Iterator[Sequence[int]]:
+        """The sample numbers of each window of `epoch`, from its sample position `start` on.
+
+        `start` need not be where a window of the whole epoch begins, as after a change of the global batch size: the
+        windows go on from there. The last one is short, or left out with `drop_last`.
+
+        Raises:
+            DataError: `start` is below 0.
+        """
+        steps = self.steps_from(start)
         order = self._permutation(epoch) if self.shuffle else None
-        for step in range(self.steps_per_epoch):
-            window = range(step * self.global_batch_size, (step + 1) * self.global_batch_size)
-            if order is None:
-                yield range(window.start, min(window.stop, self.num_items))
-            else:
-                yield order[window.start : window.stop].tolist()
+        for first in range(start, start + steps * self.global_batch_size, self.global_batch_size):
+            stop = min(first + self.global_batch_size, self.num_items)
+            yield range(first, stop) if order is None else order[first:stop].tolist()
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(stream_seed("order", self.seed, epoch))

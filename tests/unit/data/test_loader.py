@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 from shardkit.data.loader import MicroBatch, Windows, move, num_items
 from shardkit.data.order import GlobalOrder
@@ -66,10 +66,14 @@ def windows(dataset, world: int = 1, rank: int = 0, *, batch: int = 4, micro: in
     return Windows(dataset, order=order, world_size=world, rank=rank, micro_batch_size=micro, **options)
 
 
-def draws(epoch: int = 0, **options) -> list[tuple[float, ...]]:
-    """The draws of an epoch, one tuple an item."""
-    micros = [micro for window in windows(Draws(8), **options).epoch(epoch) for micro in window]
-    return [tuple(map(float, item)) for micro in micros for item in zip(*micro.batch, strict=True)]
+def draws(epoch: int = 0, start: int = 0, dataset=None, **options) -> dict[int, tuple[float, ...]]:
+    """What each item of an epoch drew."""
+    found = {}
+    for window in windows(dataset or Draws(8), **options).epoch(epoch, start):
+        for micro in window:
+            items = [tuple(map(float, item)) for item in zip(*micro.batch, strict=True)]
+            found |= dict(zip(micro.indices, items, strict=False))  # a filler has no number
+    return found
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -115,14 +119,110 @@ def test_an_iterator_keeps_its_epoch_when_another_is_made():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_no_two_ranks_workers_or_epochs_share_a_random_stream(num_workers):
-    streams = [
-        draws(epoch, world=2, rank=rank, micro=1, num_workers=num_workers) for rank in (0, 1) for epoch in (0, 1)
-    ]
-    for kind in range(3):
-        values = [item[kind] for stream in streams for item in stream]
-        assert len(set(values)) == len(values) == 16
-    assert draws(0, world=2, rank=0, micro=1, num_workers=num_workers) == streams[0]
+def test_what_an_item_draws_is_a_function_of_seed_epoch_and_item(num_workers):
+    whole = draws()
+    assert sorted(whole) == list(range(8))
+    for world, micro in [(1, 1), (2, 1), (2, 2), (3, 1)]:
+        ranks = [
+            draws(world=world, rank=rank, micro=micro, batch=world * micro, num_workers=num_workers)
+            for rank in range(world)
+        ]
+        merged = {index: item for rank in ranks for index, item in rank.items()}
+        assert merged == whole, (world, micro)
+
+
+def test_no_two_items_epochs_or_seeds_share_a_random_stream():
+    found = [draws(epoch, seed=seed) for epoch in (0, 1) for seed in (0, 1)]
+    values = [number for items in found for item in items.values() for number in item]
+    assert len(set(values)) == len(values) == 4 * 8 * 3
+
+
+def test_torch_and_numpy_do_not_draw_the_same_bits():
+    class Bits(Squares):
+        def __getitem__(self, index: int):
+            drawn = torch.empty(8, dtype=torch.int64).random_(0, 2**32).tolist()
+            return drawn, np.random.randint(0, 2**32, 8, dtype=np.uint32).tolist()
+
+    for [micro] in windows(Bits(4), micro=1, batch=1, collate=lambda items: items[0]).epoch(0):
+        assert not set(micro.batch[0]) & set(micro.batch[1])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_that_goes_on_has_the_same_items_as_one_that_was_not_cut(num_workers):
+    def seen(start: int) -> list[tuple]:
+        found = windows(Draws(11), num_workers=num_workers).epoch(1, start)
+        return [(micro.indices, [part.tolist() for part in micro.batch]) for window in found for micro in window]
+
+    assert seen(4) == seen(0)[2:]
+    assert [indices for indices, _ in seen(11)] == []
+
+
+def test_nothing_is_made_for_the_samples_before_the_start():
+    asked: list[int] = []
+
+    class Told(Squares):
+        def __getitem__(self, index: int):
+            asked.append(index)
+            return super().__getitem__(index)
+
+    list(windows(Told(), shuffle=False).epoch(0, 9))
+    assert asked == [9, 10]
+
+
+class Several(Draws):
+    """Made a cell at a time."""
+
+    cells: list[list[int]] = []
+
+    def __getitems__(self, indices: list[int]):
+        self.cells.append(indices)
+        return [self[index] for index in indices]
+
+
+def test_a_data_set_that_makes_several_items_is_asked_a_cell_at_a_time_and_seeded_by_its_first():
+    Several.cells.clear()
+    found, alone = draws(dataset=Several(8), shuffle=False), draws(shuffle=False)
+    assert Several.cells == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [index for index in range(8) if found[index] == alone[index]] == [0, 2, 4, 6]
+
+
+def test_a_subset_makes_its_items_one_by_one_unless_what_it_is_a_part_of_makes_several():
+    Several.cells.clear()
+    part = range(4, 12)
+    alone = draws(dataset=Subset(Draws(12), part), shuffle=False)
+    assert alone == draws(shuffle=False)
+    draws(dataset=Subset(Subset(Several(12), range(12)), part), shuffle=False)
+    assert Several.cells == [[4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+class Method(Squares):
+    """`__getitems__` there, but not to be used: what DataLoader takes for absent."""
+
+    __getitems__ = None
+
+
+def test_a_method_set_to_none_is_not_called():
+    assert [micro.indices for [micro] in windows(Method(2), batch=2).epoch(0)]
+
+
+def test_a_collate_function_goes_on_with_the_stream_of_the_last_item():
+    def collate(items: list) -> float:
+        return torch.rand(()).item()
+
+    [[micro]] = windows(Draws(1), batch=1, collate=collate).epoch(0)
+    [[alone]] = windows(Draws(1), batch=1, collate=lambda items: items[0][0]).epoch(0)
+    assert micro.batch != alone.batch
+    assert [again.batch for [again] in windows(Draws(1), batch=1, collate=collate).epoch(0)] == [micro.batch]
+
+
+class Own(Squares):
+    def __getitem__(self, index: int):
+        return type(get_worker_info().dataset).__name__
+
+
+def test_worker_info_names_the_users_data_set():
+    [[micro]] = windows(Own(1), batch=1, num_workers=1).epoch(0)
+    assert micro.batch == ["Own"]
 
 
 def test_making_items_does_not_move_the_streams_of_the_process():
@@ -139,11 +239,11 @@ def test_making_items_does_not_move_the_streams_of_the_process():
 
 
 def test_drawing_between_windows_does_not_move_the_streams_of_the_items():
-    iterator, other = windows(Draws(8)).epoch(0), []
-    for window in iterator:
+    other = []
+    for window in windows(Draws(8)).epoch(0):
         other += [tuple(map(float, item)) for micro in window for item in zip(*micro.batch, strict=True)]
         torch.rand(3), random.random(), np.random.random()
-    assert other == draws()
+    assert other == list(draws().values())
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -101,6 +101,30 @@ def test_drop_last_leaves_out_the_ragged_window():
     assert GlobalOrder(num_items=8, global_batch_size=4).steps_per_epoch == 2
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_an_epoch_goes_on_from_any_position(shuffle, drop_last):
+    order = GlobalOrder(num_items=11, global_batch_size=4, shuffle=shuffle, drop_last=drop_last)
+    [whole] = map(list, GlobalOrder(num_items=11, global_batch_size=11, shuffle=shuffle).windows(2))
+    for start in range(14):
+        windows = [list(window) for window in order.windows(2, start)]
+        usable = 11 - (11 - min(start, 11)) % 4 if drop_last else 11
+        assert [item for window in windows for item in window] == whole[start:usable], start
+        assert all(len(window) == 4 for window in windows[: None if drop_last else -1])
+        assert order.steps_from(start) == len(windows)
+
+
+def test_windows_from_where_one_begins_are_the_rest_of_the_epoch():
+    order = GlobalOrder(num_items=11, global_batch_size=4, seed=3)
+    assert list(order.windows(1, 4)) == list(order.windows(1))[1:]
+    assert [order.steps_from(start) for start in (0, 1, 4, 10, 11, 50)] == [3, 3, 2, 1, 0, 0]
+
+
+def test_a_position_below_zero_is_refused():
+    with pytest.raises(DataError, match="-1 is no position in an epoch; expected 0 or more"):
+        list(GlobalOrder(num_items=3, global_batch_size=1).windows(0, -1))
+
+
 def test_evaluation_sees_every_item_once_in_windows_of_one_micro_step():
     order = GlobalOrder.for_evaluation(11, world_size=2, micro_batch_size=2)
     cells = cells_of_epoch(order, 0, 2, 2)
