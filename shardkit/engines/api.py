@@ -139,6 +139,10 @@ class Engine(Protocol):
     # Full names of the parameters in each of its param_groups; set by `open_engine`.
     traits: Traits
     world: World
+    name: str
+    # Of the backend, and
+    aliases: Mapping[str, str]
+    # other names of tied parameters -> the name they are kept under: both set by `open_engine`.
     norms: LogicalBatch
     # Set by `open_engine`, which applies the normalization policy before the adapter wraps the model.
 

@@ -30,6 +30,13 @@ def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(full_name(name), p) for name, p in model.named_parameters() if not p.requires_grad]
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The other full names of tied parameters -> the first, under which they are kept."""
+    first: dict[int, str] = {}
+    named = [(full_name(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {name: kept for name, p in named if (kept := first.setdefault(id(p), name)) != name}
+
+
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(full name, buffer) of the buffers that belong to the state dict."""
     for prefix, module in model.named_modules():

@@ -11,6 +11,7 @@ from torch import nn
 from shardkit.engines import registry
 from shardkit.engines.api import Engine, EngineSettings, MakeOptimizer, NamedParameters, Precision, Traits
 from shardkit.engines.checks import constant_refusal, optimizer_refusal, refusals
+from shardkit.engines.names import tied_names
 from shardkit.engines.start import same_start
 from shardkit.engines.units import find_units
 from shardkit.errors import BackendError
@@ -90,8 +91,10 @@ def open_engine(
     if refused:
         raise BackendError(refused)
     norms = normalize(model, section, settings, gradient_accumulation_steps)
+    aliases = tied_names(model)
     engine = adapter(model, _checked(make_optimizer, traits, chosen.name), settings, options)
     engine.norms = norms
+    engine.name, engine.aliases = chosen.name, aliases
     return engine
 
 
