@@ -37,6 +37,18 @@ class WindowReport:
     # Valid items of the window over all ranks: the normaliser.
     skipped: bool
     # No update: the gradient was not finite, or no item was valid.
+    asked: bool = False
+    # Whether any rank called `train_step` with ask=True.
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What all ranks know of a window before its first forward."""
+
+    items: float
+    # Valid items over all micro-batches and ranks.
+    asked: bool
+    # Whether any rank asked.
 
 
 class Window:
@@ -78,8 +90,8 @@ class Window:
             )
         return window
 
-    def count_items(self, loss: Loss, world: World) -> float:
-        """Valid items over all micro-batches and ranks; one small all-reduce, before any forward.
+    def count_items(self, loss: Loss, world: World, *, ask: bool = False) -> Counted:
+        """Count the valid items of all ranks, and hear what any of them asks; one small all-reduce.
 
         Raises:
             WindowError: the ranks hold different numbers of micro-batches, which would hang them later.
@@ -87,9 +99,9 @@ class Window:
         counts = [loss.count(batch) for batch, counts in self.weighted() if counts]
         own = sum(counts[1:], counts[0]) if counts else 0.0
         size = float(len(self))
-        sums = torch.zeros(3, dtype=torch.float64, device=world.device)
-        sums[0], sums[1], sums[2] = own, size, size * size
-        items, sizes, squares = world.sum(sums).tolist()
+        sums = torch.zeros(4, dtype=torch.float64, device=world.device)
+        sums[0], sums[1], sums[2], sums[3] = own, size, size * size, float(ask)
+        items, sizes, squares, asking = world.sum(sums).tolist()
         # Equal everywhere if and only if W * sum(k^2) = (sum k)^2: no second collective is needed to know it.
         if world.size * squares != sizes * sizes:
             raise WindowError(
@@ -97,7 +109,7 @@ class Window:
                 f"number (mean {sizes / world.size:g}); every rank must run as many forwards as the others: give "
                 "ranks that have fewer items a micro-batch that counts zero"
             )
-        return items
+        return Counted(items, asking > 0)
 
 
 def join_batches(batches: list[Any]) -> Any:
@@ -156,6 +168,7 @@ def train_step(
     nonfinite: str = "error",
     step: int | None = None,
     with_loss: bool = True,
+    ask: bool = False,
 ) -> WindowReport:
     """Forward and backward of every micro-batch, then one optimizer step.
 
@@ -166,6 +179,7 @@ def train_step(
         nonfinite: "error" raises, "skip" leaves the step out, when the gradient is NaN or infinite.
         step: named in errors.
         with_loss: also sum the loss over the ranks for the report (one small all-reduce).
+        ask: what any rank may raise for all to know: the report's `asked`; it costs no collective.
 
     Raises:
         WindowError: the window is empty, or the ranks' windows differ in length.
@@ -177,9 +191,10 @@ def train_step(
         raise WindowError("this window has no micro-batch; expected one or more")
     loss = adapt(loss)
     world = engine.world
-    items = window.count_items(loss, world)
+    counted = window.count_items(loss, world, ask=ask)
+    items = counted.items
     if items == 0:
-        return WindowReport(loss=None, grad_norm=0.0, items=0.0, skipped=True)
+        return WindowReport(loss=None, grad_norm=0.0, items=0.0, skipped=True, asked=counted.asked)
     if engine.norms.joined:
         window = window.joined(loss)
     sums = []
@@ -195,7 +210,9 @@ def train_step(
     if report.skipped and nonfinite == "error":
         raise NonFiniteError(_diagnosis(sums, world, report.grad_norm, step))
     total = world.sum(torch.stack(sums).sum()).item() / items if with_loss else None
-    return WindowReport(loss=total, grad_norm=report.grad_norm, items=items, skipped=report.skipped)
+    return WindowReport(
+        loss=total, grad_norm=report.grad_norm, items=items, skipped=report.skipped, asked=counted.asked
+    )
 
 
 def _diagnosis(sums: list[torch.Tensor], world: World, grad_norm: float, step: int | None) -> str:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
 from shardkit.errors import WindowError
-from shardkit.window import Window, join_batches, train_step
+from shardkit.window import Counted, Window, join_batches, train_step
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -65,3 +66,42 @@ def test_a_joined_window_counts_as_its_micro_batches_do() -> None:
 def test_a_window_needs_a_micro_batch() -> None:
     with pytest.raises(WindowError, match="no micro-batch"):
         train_step(None, [], Items())  # type: ignore[arg-type]
+
+
+@dataclass
+class Peers:
+    """A world whose other ranks add what they are told to; counts the collectives."""
+
+    others: list[list[float]]
+    rank: int = 0
+    device: str = "cpu"
+    sums: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self.others)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sums.append(tensor)
+        return tensor + torch.tensor(self.others, dtype=tensor.dtype).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("ask", "peer", "asked"), [(False, 0, False), (True, 0, True), (False, 1, True), (True, 1, True)]
+)
+def test_what_any_rank_asks_is_known_to_all_without_a_collective_of_its_own(ask: bool, peer: int, asked: bool) -> None:
+    world: Any = Peers([[3.0, 2.0, 4.0, peer]])
+    assert Window([pair(2), pair(3)]).count_items(Items(), world, ask=ask) == Counted(items=8.0, asked=asked)
+    assert len(world.sums) == 1
+
+
+def test_a_skipped_window_is_still_heard() -> None:
+    engine: Any = type("Skipping", (), {"world": Peers([[0.0, 1.0, 1.0, 1.0]])})
+    report = train_step(engine, [pair(0)], Items())
+    assert report.skipped and report.asked
+
+
+def test_windows_of_different_length_are_refused_whoever_asks() -> None:
+    world: Any = Peers([[3.0, 1.0, 1.0, 1.0]])
+    with pytest.raises(WindowError, match="rank 0 has 2 micro-batches"):
+        Window([pair(2), pair(3)]).count_items(Items(), world)
