@@ -72,6 +72,8 @@ class Train:
     # bf16-mixed: fp32 master weights, bf16 compute, fp32 gradient reduction and norm statistics, everywhere.
     nonfinite: Literal["error", "skip"] = "error"
     # A NaN or infinite gradient: end the run, or leave out that step (the scheduler waits too).
+    stop_at_step: int | None = None
+    # Stop there, save, and end with code 75; the schedule stays that of the whole run, which a resume goes on with.
 
     def check(self) -> Iterator[Complaint]:
         if self.max_steps is None and self.max_epochs is None:
@@ -84,6 +86,17 @@ class Train:
             yield "max_epochs", f"{self.max_epochs} is not a number of epochs; expected 1 or more"
         if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
             yield "max_grad_norm", f"{self.max_grad_norm} is no norm to clip to; expected a number above 0, or null"
+        yield from self._check_stop()
+
+    def _check_stop(self) -> Iterator[Complaint]:
+        stop = self.stop_at_step
+        if stop is not None and stop < 1:
+            yield "stop_at_step", f"{stop} is not a step to stop at; expected 1 or more, or null"
+        elif stop is not None and self.max_steps is not None and 1 <= self.max_steps < stop:
+            yield (
+                "stop_at_step",
+                f"step {stop} is never reached: the run has max_steps {self.max_steps}; expected that or less, or null",
+            )
 
 
 @dataclass
@@ -100,6 +113,99 @@ class Evaluation:
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield name, f"{value} is too small; expected 1 or more, or null"
+
+
+# What is better when it is lower, for checkpoint.best=auto: metrics with such a name, or one that ends so.
+_LOWER_IS_BETTER = ("loss", "error", "perplexity")
+
+
+@dataclass
+class Checkpoint:
+    """When to save, what to keep of it, and what a run goes on from."""
+
+    every: int | None = None
+    # Optimizer steps between checkpoints; null = none by steps.
+    every_minutes: float | None = None
+    # Minutes between checkpoints, by rank 0's clock; null = none by time.
+    final: bool = True
+    # Also save after the last step, where anything else here or train.stop_at_step asks for checkpoints.
+    keep_last: int | None = 2
+    # The newest checkpoints that are kept; null = all.
+    keep_best: str | None = None
+    # A metric of the evaluation, as eval/accuracy: a new best is saved, and kept while it is the best.
+    best: Literal["auto", "highest", "lowest"] = "auto"
+    # Which value of keep_best is the best; auto = the lowest of a loss, error or perplexity, else the highest.
+    resume: str = "auto"
+    # auto: go on from the newest complete checkpoint in the run folder, if there is one; never: start anew; or a
+    # path, of a checkpoint or of a folder of them.
+    asynchronous: bool = False
+    # Write in the background, from a copy in host memory.
+    verify: Literal["full", "size"] = "full"
+    # Before a load, compare the checksums of all files (full) or their sizes only.
+    on_save_error: Literal["raise", "warn"] = "raise"
+    # A checkpoint that cannot be written: end the run, or say so and go on.
+    export: bool = False
+    # Also put model.safetensors with the whole weights into each checkpoint.
+    folder: str | None = None
+    # Where checkpoints are: a path or an fsspec URL; null = checkpoints/ in the run folder.
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the run saves by itself while it trains."""
+        return not (self.every is None and self.every_minutes is None and self.keep_best is None)
+
+    @property
+    def best_metric(self) -> str | None:
+        """The name of keep_best in the scores of an evaluation: accuracy for eval/accuracy."""
+        return None if self.keep_best is None else self.keep_best.removeprefix("eval/")
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether a value of keep_best beats the best so far; NaN never does."""
+        lowest = self.best == "lowest" or (self.best == "auto" and (self.best_metric or "").endswith(_LOWER_IS_BETTER))
+        if best is None or math.isnan(best):
+            return not math.isnan(value)
+        return value < best if lowest else value > best
+
+    def check(self) -> Iterator[Complaint]:
+        if self.every is not None and self.every < 1:
+            yield "every", f"{self.every} is not a number of steps; expected 1 or more, or null"
+        if self.every_minutes is not None and not 0 < self.every_minutes < math.inf:
+            yield "every_minutes", f"{self.every_minutes} is no time between checkpoints; expected minutes above 0"
+        if self.keep_last is not None and self.keep_last < 1:
+            yield (
+                "keep_last",
+                f"{self.keep_last} would keep nothing to go on from; expected 1 or more, or null to keep all",
+            )
+        if self.keep_best is not None and not re.fullmatch(r"eval/\S+", self.keep_best):
+            expected = "expected eval/NAME, as in eval/accuracy"
+            yield "keep_best", f"{self.keep_best!r} is no metric of the evaluation; {expected}"
+        if self.best != "auto" and self.keep_best is None:
+            yield "best", f"{self.best} says nothing without keep_best: give that too, or leave this out"
+        if not self.resume:
+            yield "resume", "is empty; expected auto, never, or the path of a checkpoint"
+        if self.folder == "":
+            yield "folder", "is empty; expected a path or an fsspec URL, or null for checkpoints/ in the run folder"
+
+
+@dataclass
+class Load:
+    """What of a checkpoint is loaded, by checkpoint.resume and by init_from."""
+
+    strict: bool = True
+    # false: what only the checkpoint or only the model has is told, not refused.
+    include: list[str] = field(default_factory=list)
+    # Globs on full names of parameters and buffers; empty = all.
+    exclude: list[str] = field(default_factory=list)
+    # Globs on names that are left as they are; goes over include.
+    cast: bool = False
+    # Let weights be loaded into another dtype than they were saved in.
+    groups: Literal["checkpoint", "recipe"] = "checkpoint"
+    # Whose hyper-parameters of the optimizer go on: learning rate, weight decay and the like.
+
+    def check(self) -> Iterator[Complaint]:
+        for name in ("include", "exclude"):
+            if not all(getattr(self, name)):
+                yield name, "holds an empty text, which matches no name; expected globs, as in ['backbone.*']"
 
 
 @dataclass
@@ -252,10 +358,19 @@ class Recipe:
     # Globs on module names (or class names) that are sharded as one unit each; empty = found in the model.
     normalization: Normalization = field(default_factory=Normalization)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    load: Load = field(default_factory=Load)
+    init_from: str | None = None
+    # Weights to start with: a checkpoint, a .safetensors file or a Hugging Face folder. A resume goes before it.
     metrics: Metrics = field(default_factory=Metrics)
     launch: Launch = field(default_factory=Launch)
     run_dir: str | None = None
     # The run folder; null = runs/<name>/<run id>.
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run makes checkpoints by itself, and so one after its last step with checkpoint.final."""
+        return self.checkpoint.wanted or self.train.stop_at_step is not None
 
     def check(self) -> Iterator[Complaint]:
         """Rules between sections."""
@@ -269,6 +384,10 @@ class Recipe:
             yield "name", f"{len(self.name)} characters are too long for the folder under runs/; expected 100 at most"
         if self.evaluation.every is not None and self.data.eval is None:
             yield "evaluation.every", "there is nothing to evaluate: give data.eval, or leave this out"
+        if self.checkpoint.keep_best is not None and self.data.eval is None:
+            yield "checkpoint.keep_best", "there is nothing to evaluate: give data.eval, or leave this out"
+        if self.init_from == "":
+            yield "init_from", "is empty; expected the path of a checkpoint, a .safetensors file or a folder, or null"
         if not 0 <= self.seed < 2**63:
             yield "seed", f"{self.seed} is not a seed; expected 0 or more"
 
