@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -38,12 +38,16 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """tensorboard/: each number of a line as a scalar named kind/key, over the steps."""
+    """tensorboard/: each number of a line as a scalar named kind/key, over the steps.
 
-    def __init__(self, path: Path) -> None:
+    A run that goes on after step `resumed_at` makes the steps after it again: what an earlier attempt wrote of them
+    is not shown.
+    """
+
+    def __init__(self, path: Path, *, resumed_at: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(path))
+        self._writer = SummaryWriter(str(path), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def write(self, line: Mapping[str, Any]) -> None:
         if "step" not in line:
@@ -73,14 +77,39 @@ def end(path: Path, *, status: str, error: str) -> None:
     """
     if not path.parent.is_dir():
         return
-    text = _tail(path) if path.exists() else ""
-    lines = [line for line in (_decode(raw) for raw in text.splitlines()) if line]
+    lines = _last_lines(path)
     if lines and lines[-1].get("kind") == "end":
         return
     steps = next((line["step"] for line in reversed(lines) if "step" in line), 0)
-    broken = "" if not text or text.endswith("\n") else "\n"
-    with path.open("a", encoding="utf-8") as file:
-        file.write(broken + encode({"kind": "end", "status": status, "steps": steps, "error": error}) + "\n")
+    _append(path, {"kind": "end", "status": status, "steps": steps, "error": error})
+
+
+def reopen(path: Path) -> None:
+    """Note that another attempt begins: the last line no longer says how the run ended."""
+    if path.exists():
+        _append(path, {"kind": "reopen"})
+
+
+def resume(path: Path, step: int, **more: Any) -> None:
+    """Forget the lines of the steps after `step`, which are made again, and say that the run goes on from there.
+
+    Of an earlier attempt the lines up to `step` stay as they are, those without a step go. The file is replaced as a
+    whole: a kill in the middle leaves the old one. Open it for writing only afterwards.
+    """
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as new:
+        new.writelines(_lines_until(path, step))
+        new.write(encode({"kind": "resume", "step": step, **more}) + "\n")
+        new.flush()
+        os.fsync(new.fileno())
+    part.replace(path)
+    _sync_folder(path.parent)
+
+
+def is_resumable(path: Path) -> bool:
+    """Whether the run stopped early on request, with a checkpoint to go on from: its last line says so."""
+    lines = _last_lines(path)
+    return bool(lines) and lines[-1].get("status") == "stopped" and lines[-1].get("resumable") is True
 
 
 def memory_bytes(device_type: str) -> int:
@@ -105,6 +134,40 @@ def _decode(line: str) -> dict[str, Any]:
     except ValueError:
         return {}  # cut off by a kill
     return found if isinstance(found, dict) else {}
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    text = _tail(path) if path.exists() else ""
+    return [line for line in (_decode(raw) for raw in text.splitlines()) if line]
+
+
+def _lines_until(path: Path, step: int) -> Iterator[str]:
+    """The lines about the steps up to `step`, as they were written."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as old:
+        for raw in old:
+            found = _decode(raw).get("step")
+            if isinstance(found, int) and found <= step:
+                yield raw.rstrip("\n") + "\n"
+
+
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    """Add a line, below what a kill may have cut off."""
+    text = _tail(path) if path.exists() else ""
+    broken = "" if not text or text.endswith("\n") else "\n"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(broken + encode(line) + "\n")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the new name of a file outlast a power failure, where folders can be synced."""
+    with suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 def _tail(path: Path) -> str:
