@@ -26,7 +26,7 @@ def encode(value: Any, where: str = "value") -> Any:
     Raises:
         CheckpointError: there is something else in it.
     """
-    if value is None or isinstance(value, bool | int | str) and not isinstance(value, np.generic):
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, np.generic)):
         return value
     if isinstance(value, np.generic):
         return encode(value.item(), where)

@@ -11,6 +11,9 @@ from shardkit.checkpoint.manifest import Chunk, Entry, Key, Manifest, shown
 from shardkit.checkpoint.storage import Storage
 from shardkit.checkpoint.tensors import DTYPES, PIECE, memory_of, read_header
 
+WEIGHT = "weight"
+# Kind of what comes from plain files, which do not tell parameters from buffers.
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -26,7 +29,9 @@ class Source:
     def find(self, key: Key) -> Entry | None:
         """The entry of a key, under this name or the one it is an alias of."""
         kind, name, state = key
-        return self.entries.get(key) or self.entries.get((kind, self.aliases.get(name, name), state))
+        own = self.aliases.get(name, name)
+        found = self.entries.get(key) or self.entries.get((kind, own, state))
+        return found or (self.entries.get((WEIGHT, name, None)) if state is None else None)
 
     def read(self, key: Key, start: int, target: torch.Tensor) -> None:
         """Fill the 1-D `target` with the elements from `start` on, cast to its dtype.
@@ -66,7 +71,7 @@ def source_of(storage: Storage, name: str, manifest: Manifest) -> Source:
 
 
 def source_of_files(storage: Storage, files: list[str]) -> Source:
-    """The tensors of safetensors files, as parameters.
+    """The tensors of safetensors files.
 
     Raises:
         CheckpointError: one is none, or two hold a tensor of one name.
@@ -76,5 +81,5 @@ def source_of_files(storage: Storage, files: list[str]) -> Source:
         for name, stored in read_header(storage, file)[0].items():
             numel = stored.length // DTYPES[stored.dtype].itemsize
             chunk = Chunk(start=0, length=numel, file=file, offset=stored.offset)
-            entries["parameter", name, None] = Entry(shape=stored.shape, dtype=stored.dtype, chunks=(chunk,))
+            entries[WEIGHT, name, None] = Entry(shape=stored.shape, dtype=stored.dtype, chunks=(chunk,))
     return Source(storage=storage, folder="", entries=entries, aliases={})

@@ -59,6 +59,10 @@ class Storage(Protocol):
         """
 
     @abstractmethod
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file, replacing one of that name at once."""
+
+    @abstractmethod
     def remove(self, path: str) -> None:
         """Remove a file or a folder with all in it, if it is there."""
 
@@ -133,6 +137,12 @@ class LocalStorage(Storage):
         finally:
             os.close(descriptor)
 
+    def put(self, path: str, data: bytes) -> None:
+        with self.create(f"{STAGING}{path}") as file:
+            file.write(data)
+        (self._path / f"{STAGING}{path}").replace(self._path / path)
+        _sync(self._path)
+
     def remove(self, path: str) -> None:
         target = self._path / path
         if target.is_dir() and not target.is_symlink():
@@ -205,6 +215,9 @@ class RemoteStorage(Storage):
         if len(data) != len(memory):
             raise _short(self.root, path, offset + len(memory))
         memory[:] = data
+
+    def put(self, path: str, data: bytes) -> None:
+        self._fs.pipe_file(self._at(path), data)
 
     def remove(self, path: str) -> None:
         if self._fs.exists(self._at(path)):

@@ -135,7 +135,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """The live memory of a contiguous 1-D tensor on the CPU."""
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return memoryview(tensor.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
