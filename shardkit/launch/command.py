@@ -75,7 +75,10 @@ def launch(request: Request) -> int:
 def _launch(request: Request, loaded: Loaded, above: outer.Outer | None) -> int:
     _forget_left_over_ranks(above)
     _import_from_here()
-    folder = run_folder.choose(loaded.recipe.name, loaded.recipe.run_dir, place=loaded.place("run_dir"))
+    recipe = loaded.recipe
+    folder = run_folder.choose(
+        recipe.name, recipe.run_dir, resume=recipe.checkpoint.resume, place=loaded.place("run_dir")
+    )
     from shardkit.launch import preflight
 
     found = preflight.check(loaded, world_size=above.size if above else None)
@@ -84,13 +87,13 @@ def _launch(request: Request, loaded: Loaded, above: outer.Outer | None) -> int:
         print(_plan(request, loaded, found, folder, given))
         return 0
     stopping.install(agent.stop_without_ranks(folder))
-    folder.create(loaded.to_yaml())
+    folder.open(loaded.to_yaml())
     from shardkit import environment
 
     environment.write_machine(folder, environment.command_line())
     _say(
-        f"{found.world_size} x {found.device}, backend {loaded.recipe.backend.name}, "
-        f"accumulation {found.accumulation}, run folder {folder.path}"
+        f"{found.world_size} x {found.device}, backend {recipe.backend.name}, "
+        f"accumulation {found.accumulation}, run folder {_shown(folder)}"
     )
     if given.note:
         _say(given.note)
@@ -147,11 +150,15 @@ def _plan(
             f"# world size    {found.world_size} ({found.device})",
             f"# accumulation  {found.accumulation} ({batch.global_batch_size} items a step = "
             f"{batch.micro_batch_size} x {found.world_size} ranks x {found.accumulation} micro-steps)",
-            f"# run folder    {folder.path}",
+            f"# run folder    {_shown(folder)}",
             f"# under torchrun: {command}",
             "# dry run: nothing was started or written",
         ]
     )
+
+
+def _shown(folder: run_folder.RunFolder) -> str:
+    return f"{folder.path}" + (", going on with the run in it" if folder.goes_on else "")
 
 
 def _say(line: str) -> None:
