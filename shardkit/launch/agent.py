@@ -98,7 +98,7 @@ def run(folder: RunFolder, nproc: int) -> int:
         stopping.ignore()
         logging.disable(logging.NOTSET)
         shutil.rmtree(scratch, ignore_errors=True)
-    return 0
+    return _ended_well(folder)
 
 
 def stop_without_ranks(folder: RunFolder) -> stopping.Handler:
@@ -150,6 +150,18 @@ def _arguments(folder: RunFolder, nproc: int, scratch: str) -> list[str]:
         # The rank on one machine; filled in by torch, and known before the rank imports it.
         "--rank=${local_rank}",
     ]
+
+
+def _ended_well(folder: RunFolder) -> int:
+    """The code of a run whose ranks all ended with 0, as they do too when they stop early on request.
+
+    torch's agent takes any other code of a rank for a failure, so the run says it in its metrics.
+    """
+    try:
+        return stopping.RESUMABLE if metrics.is_resumable(folder.metrics) else 0
+    except OSError as error:
+        stopping.tell(f"shardkit: cannot read {folder.metrics}: {error.strerror}")
+        return 0
 
 
 def _failed(folder: RunFolder, failures: list[failure.Failure]) -> int:

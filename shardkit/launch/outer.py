@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shardkit.launch.stopping import RESUMABLE
+
 TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -40,6 +42,14 @@ def find(environ: Mapping[str, str]) -> Outer | None:
             local_size=int(environ.get("LOCAL_WORLD_SIZE", size)),
         )
     return _srun(environ)
+
+
+def code_of_stop(name: str) -> int:
+    """What a rank ends with under a launcher when the run stopped early on request.
+
+    srun hands a code on; torchrun takes any but 0 for a failure of the rank.
+    """
+    return RESUMABLE if name == "srun" else 0
 
 
 def left_over(environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit.engines import registry
 from shardkit.errors import BackendError, Problem, RecipeError, RequestError
+from shardkit.launch.sources import check_sources
 
 if TYPE_CHECKING:
     from shardkit.recipe.load import Loaded
@@ -104,6 +105,7 @@ def _problems(loaded: Loaded, device: str, world_size: int) -> Iterator[Problem]
     except BackendError as error:
         yield Problem(place=loaded.place("backend"), key="backend", message=str(error))
     yield from _own_rules(loaded)
+    yield from check_sources(loaded)
 
 
 def _own_rules(loaded: Loaded) -> Iterator[Problem]:

@@ -1,4 +1,7 @@
-"""What a signal does to the launcher, from before its imports on; nothing here takes time to import."""
+"""How a run stops before its end: what a signal does to the launcher, and the code of one that can be resumed.
+
+The launcher needs it before its imports, so nothing here takes time to import.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
+
+# The exit code of a run that stopped early on request, with a complete checkpoint: start it again to go on.
+RESUMABLE = 75
 
 Handler = Callable[[int, FrameType | None], NoReturn]
 
