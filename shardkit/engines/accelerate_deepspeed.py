@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,18 +11,27 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import nn
 
 from shardkit.engines.accelerator import reset_accelerate, start_accelerator
-from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
+from shardkit.engines.api import (
+    Engine,
+    EngineSettings,
+    Interval,
+    MakeOptimizer,
+    OptimizerState,
+    Scalar,
+    StepReport,
+    Traits,
+)
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DeepSpeedOptions
+from shardkit.engines.partitions import Partitions
 from shardkit.engines.start import check_parameters
+from shardkit.engines.unused import UnusedWatch
 from shardkit.engines.whole import autocast
 from shardkit.engines.zero import (
     OutputWatch,
-    UnusedWatch,
     close_zero,
     prepare_deepspeed,
     zero_config,
-    zero_state,
     zero_step,
     zero_traits,
 )
@@ -45,18 +54,19 @@ class AccelerateDeepSpeedEngine(Engine):
         self.settings = settings
         check_parameters(model, [torch.float32])
         prepare_deepspeed()
-        self.bare = model.to(self.world.device)
-        named = trainable(self.bare)
+        model = model.to(self.world.device)
+        named = trainable(model)
         self.optimizer = make_optimizer(named)
         self.unused = UnusedWatch(self.optimizer, named)
-        self.outputs = OutputWatch(self.bare, options.stage)
+        self.outputs = OutputWatch(model, options.stage)
         self.accelerator = start_accelerator(
             self.world,
             {DistributedType.DEEPSPEED},
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(settings, options), zero3_init_flag=False),
         )
-        prepared: tuple[Any, Any] = self.accelerator.prepare(self.bare, self.optimizer)
+        prepared: tuple[Any, Any] = self.accelerator.prepare(model, self.optimizer)
         self.model: Any = prepared[0]
+        self.partitions = Partitions(engine=self.model, model=model, world=self.world, unused=self.unused)
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
@@ -80,7 +90,13 @@ class AccelerateDeepSpeedEngine(Engine):
         return zero_step(self.model)
 
     def state(self) -> Iterator[Interval]:
-        return zero_state(self.model, self.bare)
+        return self.partitions.state()
+
+    def scalars(self) -> dict[str, dict[str, Scalar]]:
+        return self.partitions.scalars()
+
+    def load_state(self, optimizer: Mapping[str, OptimizerState] | None) -> AbstractContextManager[Iterable[Interval]]:
+        return self.partitions.load(optimizer)
 
     def close(self) -> None:
         close_zero(self.model)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import ClassVar, cast
 
@@ -14,13 +14,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.engines.accelerator import checked_accelerator, refuse_second, reset_accelerate
-from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
+from shardkit.engines.api import (
+    Engine,
+    EngineSettings,
+    Interval,
+    MakeOptimizer,
+    OptimizerState,
+    Scalar,
+    StepReport,
+    Traits,
+)
 from shardkit.engines.fsdp2 import fsdp2_traits, mixed_precision, reshard, shard_norms
+from shardkit.engines.kept import refuse_pending
 from shardkit.engines.names import trainable
 from shardkit.engines.options import AccelerateFsdp2Options
 from shardkit.engines.start import check_parameters
 from shardkit.engines.units import find_units
-from shardkit.engines.whole import autocast, clipped_step, whole_state
+from shardkit.engines.whole import autocast, clipped_step, load_whole, whole_scalars, whole_state
 from shardkit.errors import EngineError
 
 
@@ -52,6 +62,8 @@ class AccelerateFsdp2Engine(Engine):
         options: AccelerateFsdp2Options,
     ) -> None:
         self.traits = self.describe(options)
+        # Gradients of an unfinished window, which fully_shard keeps where `.grad` does not show them.
+        self.pending = False
         self.world = settings.world
         self.settings = settings
         check_parameters(model)
@@ -99,14 +111,28 @@ class AccelerateFsdp2Engine(Engine):
         reshard(self.model)
 
     def backward(self, loss: torch.Tensor) -> None:
+        self.pending = True
         # Divides by its accumulation steps, which are 1.
         self.accelerator.backward(loss)
 
     def step(self) -> StepReport:
-        return clipped_step(self.optimizer, [p for _, p in self.named], self.settings.max_grad_norm)
+        report = clipped_step(self.optimizer, [p for _, p in self.named], self.settings.max_grad_norm)
+        self.pending = False
+        return report
 
     def state(self) -> Iterator[Interval]:
-        return whole_state(self.model, self.optimizer)
+        refuse_pending(self.pending)
+        reshard(self.model)
+        return whole_state(self.model, self.optimizer, self.world)
+
+    def scalars(self) -> dict[str, dict[str, Scalar]]:
+        reshard(self.model)
+        return whole_scalars(self.model, self.optimizer)
+
+    def load_state(self, optimizer: Mapping[str, OptimizerState] | None) -> AbstractContextManager[Iterable[Interval]]:
+        refuse_pending(self.pending)
+        reshard(self.model)
+        return load_whole(self.model, self.optimizer, self.world, optimizer)
 
     def close(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -183,13 +183,15 @@ class Engine(Protocol):
                 cast of its master.
         """
 
+    @abstractmethod
     def scalars(self) -> dict[str, dict[str, Scalar]]:
         """Full name -> key -> number: what the optimizer keeps besides tensors ("step", NAdam's "mu_product", ...).
 
         For the parameters that this rank holds something of.
         """
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def load_state(self, optimizer: Mapping[str, OptimizerState] | None) -> AbstractContextManager[Iterable[Interval]]:
         """Yields this rank's live intervals to be written into; on leaving, what is derived from them is refreshed.
 
@@ -204,7 +206,7 @@ class Engine(Protocol):
             EngineError: before anything is changed, when the backend cannot hold it (ZeRO: parameters of one flat
                 group with different numbers; it names two).
         """
-        raise NotImplementedError
+        ...
 
     @abstractmethod
     def close(self) -> None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
+from shardkit.engines.api import (
+    Engine,
+    EngineSettings,
+    Interval,
+    MakeOptimizer,
+    OptimizerState,
+    Scalar,
+    StepReport,
+    Traits,
+)
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DdpOptions
 from shardkit.engines.unused import refuse_unused
-from shardkit.engines.whole import autocast, clipped_step, whole_state
+from shardkit.engines.whole import autocast, clipped_step, load_whole, whole_scalars, whole_state
 
 
 class DdpEngine(Engine):
@@ -73,7 +82,13 @@ class DdpEngine(Engine):
         return clipped_step(self.optimizer, [p for _, p in self.named], self.settings.max_grad_norm)
 
     def state(self) -> Iterator[Interval]:
-        return whole_state(self.bare, self.optimizer)
+        return whole_state(self.bare, self.optimizer, self.world)
+
+    def scalars(self) -> dict[str, dict[str, Scalar]]:
+        return whole_scalars(self.bare, self.optimizer)
+
+    def load_state(self, optimizer: Mapping[str, OptimizerState] | None) -> AbstractContextManager[Iterable[Interval]]:
+        return load_whole(self.bare, self.optimizer, self.world, optimizer)
 
     def close(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardkit.engines.api import Engine, EngineSettings, Interval, MakeOptimizer, StepReport, Traits
+from shardkit.engines.api import (
+    Engine,
+    EngineSettings,
+    Interval,
+    MakeOptimizer,
+    OptimizerState,
+    Scalar,
+    StepReport,
+    Traits,
+)
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DeepSpeedOptions
+from shardkit.engines.partitions import Partitions
 from shardkit.engines.start import check_parameters
+from shardkit.engines.unused import UnusedWatch
 from shardkit.engines.whole import autocast
 from shardkit.engines.zero import (
     OutputWatch,
-    UnusedWatch,
     close_zero,
     prepare_deepspeed,
     zero_config,
-    zero_state,
     zero_step,
     zero_traits,
 )
@@ -52,7 +61,7 @@ class DeepSpeedEngine(Engine):
         self.model: Any = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=zero_config(settings, options), dist_init_required=False
         )[0]
-        self.bare = model
+        self.partitions = Partitions(engine=self.model, model=model, world=self.world, unused=self.unused)
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
@@ -76,7 +85,13 @@ class DeepSpeedEngine(Engine):
         return zero_step(self.model)
 
     def state(self) -> Iterator[Interval]:
-        return zero_state(self.model, self.bare)
+        return self.partitions.state()
+
+    def scalars(self) -> dict[str, dict[str, Scalar]]:
+        return self.partitions.scalars()
+
+    def load_state(self, optimizer: Mapping[str, OptimizerState] | None) -> AbstractContextManager[Iterable[Interval]]:
+        return self.partitions.load(optimizer)
 
     def close(self) -> None:
         close_zero(self.model)

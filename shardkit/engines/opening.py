@@ -92,8 +92,9 @@ def open_engine(
         raise BackendError(refused)
     norms = normalize(model, section, settings, gradient_accumulation_steps)
     aliases = tied_names(model)
-    engine = adapter(model, _checked(make_optimizer, traits, chosen.name), settings, options)
-    engine.norms = norms
+    groups: list[tuple[str, ...]] = []
+    engine = adapter(model, _checked(make_optimizer, traits, chosen.name, groups), settings, options)
+    engine.norms, engine.groups = norms, tuple(groups)
     engine.name, engine.aliases = chosen.name, aliases
     return engine
 
@@ -117,19 +118,22 @@ def normalize(
     return LogicalBatch(applied=applied, joined=exact, on_host=exact and (constant or section.exact.offload))
 
 
-def _checked(make_optimizer: MakeOptimizer, traits: Traits, name: str) -> MakeOptimizer:
+def _checked(make_optimizer: MakeOptimizer, traits: Traits, name: str, groups: list[tuple[str, ...]]) -> MakeOptimizer:
+    """`make_optimizer` with its result looked at; `groups` gets the names, as backends exchange the parameters."""
+
     def build(named: NamedParameters) -> torch.optim.Optimizer:
         optimizer = make_optimizer(named)
         refusal = optimizer_refusal(traits, name, type(optimizer).__name__)
         if refusal:
             raise BackendError(refusal)
-        given = {id(parameter) for _, parameter in named}
-        strangers = sum(id(p) not in given for group in optimizer.param_groups for p in group["params"])
+        names = {id(parameter): name for name, parameter in named}
+        strangers = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
         if strangers:
             raise BackendError(
                 f"the optimizer holds {strangers} parameters that were not handed to make_optimizer; build it inside "
                 "make_optimizer, from the parameters it is given: earlier ones may no longer be trained"
             )
+        groups[:] = [tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
         return optimizer
 
     return build

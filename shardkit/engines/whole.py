@@ -6,16 +6,21 @@ They hold each parameter as a tensor (or a DTensor) of its own, unlike flat part
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from shardkit.engines.api import Interval, Kind, Precision, StepReport
+from shardkit.engines.api import Interval, Kind, NamedParameters, OptimizerState, Precision, Scalar, StepReport
+from shardkit.engines.kept import check_names, is_tensor, numbers, placed, refuse_pending
 from shardkit.engines.names import full_name, persistent_buffers, trainable
+from shardkit.errors import EngineError
+from shardkit.world import World
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
@@ -47,44 +52,158 @@ def clipped_step(
     return StepReport(grad_norm=grad_norm, skipped=not finite)
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Interval]:
-    """Parameters, optimizer tensors and buffers of a model whose tensors are plain or DTensors."""
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Iterator[Interval]:
+    """Parameters, optimizer tensors and buffers of a model whose tensors are plain or DTensors.
+
+    Raises:
+        EngineError: gradients are pending, or the optimizer cuts its state otherwise than the parameter.
+    """
+    refuse_pending(_has_gradients(model))
+    return _intervals(model, optimizer, world)
+
+
+def whole_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Scalar]]:
+    """The optimizer's numbers for the parameters this rank holds something of."""
+    return {
+        name: numbers(name, optimizer.state[parameter])
+        for name, parameter in trainable(model)
+        if optimizer.state.get(parameter) and (not isinstance(parameter, DTensor) or parameter.to_local().numel())
+    }
+
+
+@contextmanager
+def load_whole(
+    model: nn.Module, optimizer: torch.optim.Optimizer, world: World, kept: Mapping[str, OptimizerState] | None
+) -> Iterator[Iterator[Interval]]:
+    """`Engine.load_state` of such a model; nothing is derived from its tensors.
+
+    Raises:
+        EngineError: gradients are pending, or the optimizer cannot keep that.
+    """
+    refuse_pending(_has_gradients(model))
+    if kept is not None:
+        _replace_state(optimizer, trainable(model), kept)
+    yield _intervals(model, optimizer, world)
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in model.parameters())
+
+
+def _replace_state(
+    optimizer: torch.optim.Optimizer, named: NamedParameters, kept: Mapping[str, OptimizerState]
+) -> None:
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    held = [(name, p) for name, p in named if id(p) in groups]
+    check_names(kept, (name for name, _ in held))
+    for name, parameter in held:
+        for key, (shape, _) in kept[name].tensors.items() if name in kept else ():
+            if isinstance(parameter, DTensor) and shape != tuple(parameter.shape):
+                raise EngineError(
+                    f"{name} is sharded, and its optimizer state {key!r} has the shape {shape} and not the "
+                    f"parameter's {tuple(parameter.shape)}: it cannot be cut alike; use a backend that keeps "
+                    "parameters whole, as ddp"
+                )
+    optimizer.state.clear()
+    for name, parameter in held:
+        if name in kept:
+            state: dict[str, Any] = {
+                key: _zeros(parameter, shape, dtype) for key, (shape, dtype) in kept[name].tensors.items()
+            }
+            for key, value in kept[name].scalars.items():
+                state[key] = placed(key, value, groups[id(parameter)], parameter.device)
+            optimizer.state[parameter] = state
+
+
+def _zeros(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if shape == tuple(parameter.shape):
+        # As torch.optim makes it: with the parameter's memory format, and its placements on a mesh.
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)
+
+
+def _intervals(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Iterator[Interval]:
     for raw_name, parameter in model.named_parameters():
-        name = full_name(raw_name)
-        yield from _pieces("parameter", name, None, parameter.detach())
+        yield from pieces("parameter", full_name(raw_name), None, parameter.detach(), world)
     for name, parameter in trainable(model):
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
-                yield from _pieces("optimizer", name, key, value)
+            if is_tensor(value):
+                if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+                    raise EngineError(
+                        f"the optimizer keeps {key!r} for the sharded parameter {name} as a tensor without a place in "
+                        "the mesh: no one can tell which part of it a rank holds; use an optimizer of torch.optim"
+                    )
+                yield from pieces("optimizer", name, key, value.detach(), world)
     for name, buffer in persistent_buffers(model):
-        yield from _pieces("buffer", name, None, buffer)
+        yield from pieces("buffer", name, None, buffer.detach(), world)
 
 
-def _pieces(kind: Kind, name: str, state: str | None, tensor: torch.Tensor) -> Iterator[Interval]:
-    shape, start, replicated, local = tuple(tensor.shape), 0, True, tensor
+def pieces(kind: Kind, name: str, state: str | None, tensor: torch.Tensor, world: World) -> Iterator[Interval]:
+    """A plain tensor as one whole interval, a copy a rank; a DTensor as the runs of its block that are contiguous."""
+    shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        local, replicated = tensor.to_local(), False
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        # Shard(0) of a contiguous tensor is a block of rows: one flat interval.
-        start = offset[0] * math.prod(shape[1:]) if local.numel() else 0
-    if local.numel() or replicated:
+        local, offset = tensor.to_local(), _offset(tensor)
+        copy, copies = _copy(tensor)
+    else:
+        local, offset = tensor, (0,) * len(shape)
+        copy, copies = world.rank, world.size
+    for index, start in _runs(tuple(local.shape), offset, shape):
+        flat, writeback = _flat(local[index])
         yield Interval(
             kind=kind,
             name=name,
             state=state,
             shape=shape,
             start=start,
-            tensor=local.reshape(-1),
-            copy=_rank() if replicated else 0,
-            copies=_size() if replicated else 1,
+            tensor=flat,
+            copy=copy,
+            copies=copies,
+            writeback=writeback,
         )
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+def _flat(piece: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """The 1-D row-major view of a tensor, or a copy and what puts it back."""
+    if piece.is_contiguous():
+        return piece.view(-1), None
+    flat = piece.contiguous().view(-1)
+
+    def writeback() -> None:
+        piece.copy_(flat.view(piece.shape))
+
+    return flat, writeback
 
 
-def _size() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+def _runs(
+    local: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(index into the block, element of the whole tensor) of each contiguous run of a block.
+
+    A run spans the last dim that the block does not span whole, and all after it: one for a block of rows.
+    """
+    if 0 in local:
+        # A rank that holds nothing; of an empty tensor, there is nothing to hold.
+        return
+    cut = max((dim for dim in range(len(shape)) if local[dim] != shape[dim]), default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    corner = sum(o * stride for o, stride in zip(offset, strides, strict=True))
+    for index in product(*map(range, local[:cut])):
+        yield index, corner + sum(i * stride for i, stride in zip(index, strides, strict=False))
+
+
+def _offset(tensor: DTensor) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
+
+
+def _copy(tensor: DTensor) -> tuple[int, int]:
+    """Which of the equal copies of its shard this rank holds, and how many there are."""
+    copy, copies = 0, 1
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            copy, copies = copy * mesh.size(dim) + coordinate[dim], copies * mesh.size(dim)
+    return copy, copies

@@ -1,25 +1,20 @@
-"""ZeRO as DeepSpeed 0.19.8 does it: its configuration, its start on a CPU, and its flat state by full name.
+"""ZeRO as DeepSpeed 0.19.8 does it: its configuration, its start on a CPU, and its step.
 
-Used by every adapter that ends in a DeepSpeed engine. The state reads DeepSpeed's private attributes; the tested range
-of versions is in pyproject.toml.
+Used by every adapter that ends in a DeepSpeed engine.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from shardkit.engines.api import EngineSettings, Interval, Kind, NamedParameters, StepReport, Traits
-from shardkit.engines.names import frozen, full_name, persistent_buffers
+from shardkit.engines.api import EngineSettings, StepReport, Traits
 from shardkit.engines.options import DeepSpeedOptions
-from shardkit.engines.unused import GradientWatch, refuse_unused
 from shardkit.errors import EngineError
 
 SHARDED = {
@@ -136,116 +131,6 @@ class OutputWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-class UnusedWatch:
-    """Refuses windows that give a parameter no gradient where ZeRO would change it all the same.
-
-    A flat partition is updated whole: such a parameter is decayed, moved on by its momentum, and under stage 3
-    (DeepSpeed 0.19.8) moved by the gradient of the last window that gave it one.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, named: NamedParameters) -> None:
-        # Before deepspeed.initialize, which replaces the optimizer's parameters.
-        decayed = {id(p) for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]}
-        self._decayed = {name for name, parameter in named if id(parameter) in decayed}
-        self._seen: set[str] = set()
-        self._watch = GradientWatch(named)
-
-    def check(self) -> None:
-        """Call before the step.
-
-        Raises:
-            EngineError: names what would be changed without a gradient.
-        """
-        arrived, missing = self._watch.window()
-        refuse_unused(
-            [name for name in missing if name in self._seen or name in self._decayed],
-            "weight_decay 0 in parameter_groups for those that never get one; a backend for those that sometimes do "
-            "is fsdp2, or ddp with find_unused_parameters",
-        )
-        self._seen |= arrived
-
-
-def zero_state(engine: Any, model: nn.Module) -> Iterator[Interval]:
-    """This rank's flat partitions as intervals: fp32 masters, optimizer tensors; then frozen parameters, buffers."""
-    zero = engine.optimizer
-    names = {id(parameter): full_name(name) for name, parameter in model.named_parameters()}
-    pieces = _stage3_pieces if hasattr(zero, "fp16_groups") else _stage12_pieces
-    for parameter, master, offset, start, length in pieces(zero):
-        name, shape = names[id(parameter)], _shape(parameter)
-        yield _interval("parameter", name, None, shape, start, master.narrow(0, offset, length))
-        for key, value in zero.optimizer.state.get(master, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == master.shape:
-                yield _interval("optimizer", name, key, shape, start, value.narrow(0, offset, length))
-    for name, parameter in frozen(model):
-        shard = getattr(parameter, "ds_tensor", None)
-        if shard is None:
-            yield _interval("parameter", name, None, _shape(parameter), 0, parameter.detach().reshape(-1), True)
-            continue
-        start, length = _own_range(zero, parameter)
-        yield _interval("parameter", name, None, _shape(parameter), start, shard.narrow(0, 0, length))
-    for name, buffer in persistent_buffers(model):
-        yield _interval("buffer", name, None, tuple(buffer.shape), 0, buffer.reshape(-1), True)
-
-
-Piece = tuple[nn.Parameter, torch.Tensor, int, int, int]
-# (parameter, flat fp32 partition, where the piece starts in the partition, and in the parameter, its length)
-
-
-def _stage12_pieces(zero: Any) -> Iterator[Piece]:
-    for group, master in enumerate(zero.single_partition_of_fp32_groups):
-        rank = torch.distributed.get_rank(zero.real_dp_process_group[group])
-        first = rank * zero.partition_size[group]
-        last = first + zero.partition_size[group]
-        # The flat buffer is laid out in round-robin order, also when that is the plain one.
-        parameters, offsets = zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group]
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            begin, end = max(first, offset), min(last, offset + parameter.numel())
-            if begin < end:
-                yield parameter, master, begin - first, begin - offset, end - begin
-
-
-def _stage3_pieces(zero: Any) -> Iterator[Piece]:
-    for group in zero.fp16_groups:
-        for parameter in group:
-            index, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
-            start, length = _own_range(zero, parameter)
-            if length:
-                yield parameter, zero.fp32_partitioned_groups_flat[index], offset, start, length
-
-
-def _own_range(zero: Any, parameter: Any) -> tuple[int, int]:
-    """Where this rank's part of a stage 3 parameter starts, and its length without padding."""
-    size = parameter.partition_numel()
-    start = zero._get_param_partition_rank(parameter) * size
-    return start, max(0, min(size, parameter.ds_numel - start))
-
-
-def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _interval(
-    kind: Kind,
-    name: str,
-    state: str | None,
-    shape: tuple[int, ...],
-    start: int,
-    tensor: torch.Tensor,
-    replicated: bool = False,
-) -> Interval:
-    assert start + tensor.numel() <= math.prod(shape)
-    return Interval(
-        kind=kind,
-        name=name,
-        state=state,
-        shape=shape,
-        start=start,
-        tensor=tensor.detach(),
-        copy=torch.distributed.get_rank() if replicated else 0,
-        copies=torch.distributed.get_world_size() if replicated else 1,
-    )
 
 
 def close_zero(engine: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shardkit import Engine, StepReport, Traits
-from shardkit.engines.api import EngineSettings, Interval, MakeOptimizer
+from shardkit.engines.api import EngineSettings, Interval, MakeOptimizer, OptimizerState, Scalar
 from shardkit.engines.names import trainable
-from shardkit.engines.whole import autocast, clipped_step, whole_state
+from shardkit.engines.whole import autocast, clipped_step, load_whole, whole_scalars, whole_state
 
 
 @dataclass
@@ -64,7 +64,13 @@ class ManualEngine(Engine):
         return clipped_step(self.optimizer, [p for _, p in self.named], self.settings.max_grad_norm)
 
     def state(self) -> Iterator[Interval]:
-        return whole_state(self.model, self.optimizer)
+        return whole_state(self.model, self.optimizer, self.world)
+
+    def scalars(self) -> dict[str, dict[str, Scalar]]:
+        return whole_scalars(self.model, self.optimizer)
+
+    def load_state(self, optimizer: Mapping[str, OptimizerState] | None) -> AbstractContextManager[Iterable[Interval]]:
+        return load_whole(self.model, self.optimizer, self.world, optimizer)
 
     def close(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
