@@ -89,8 +89,8 @@ def train(recipe: Recipe, world: World) -> tuple[float, float]:
     loss, scheduler = adapt(build(recipe.loss)), build(recipe.scheduler or {}, engine.optimizer)
     seed_apart(recipe.seed, world.rank)
     engine.model.train()
-    for step, _, window in numbered(_training_windows(recipe, world), recipe.train.max_steps or 0):
-        train_step(engine, window, loss, step=step, with_loss=False)
+    for position, _, window in numbered(_training_windows(recipe, world), recipe.train.max_steps or 0):
+        train_step(engine, window, loss, step=position.step, with_loss=False)
         scheduler.step()
     held_out = evaluate(engine, _eval_windows(recipe, world, recipe.evaluation.micro_batch_size or 1), loss)
     whole = recipe.normalization.policy == "exact"

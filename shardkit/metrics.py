@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -104,6 +105,12 @@ def resume(path: Path, step: int, **more: Any) -> None:
         os.fsync(new.fileno())
     part.replace(path)
     _sync_folder(path.parent)
+
+
+def set_aside(path: Path) -> None:
+    """Keep the lines of an attempt that left nothing to go on from, in metrics.1.jsonl, then .2 and so on."""
+    kept = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    path.rename(next(each for each in kept if not each.exists()))
 
 
 def is_resumable(path: Path) -> bool:

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 from shardkit import environment, metrics, progress, run_folder
 from shardkit.engines import registry
 from shardkit.errors import EngineError, RequestError
-from shardkit.launch import preflight, process
+from shardkit.launch import outer, preflight, process
 from shardkit.launch.guard import guarded
 from shardkit.recipe.load import load
 from shardkit.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from shardkit.checkpoint.resume import Resumed
     from shardkit.data.loader import Windows
     from shardkit.loop import Journal, Outcome
     from shardkit.normalization.report import Applied
@@ -47,22 +48,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.outer:
         loaded = load(asked.target, asked.overrides, options_of=registry.options_of)
         # torchrun shows what a rank recorded; srun knows nothing of it.
-        return guarded(lambda: _under_outer(loaded), tell=os.dup(2) if asked.outer == "srun" else None)
+        return guarded(lambda: _under_outer(loaded, asked.outer), tell=os.dup(2) if asked.outer == "srun" else None)
     folder = RunFolder(Path(asked.target))
     process.take_output(folder.log(asked.rank), terminal=asked.rank == 0)
     return guarded(lambda: _in_folder(folder))
 
 
-def train(recipe: Recipe, world: World, folder: RunFolder) -> None:
-    """Build what the recipe names, train, and say how it went."""
+def train(recipe: Recipe, world: World, folder: RunFolder) -> bool:
+    """Build what the recipe names, train, and say how it went; whether it stopped early, with a checkpoint."""
     import torch
 
+    from shardkit.checkpoint.storage import open_storage
     from shardkit.engines.opening import open_engine
     from shardkit.evaluation import evaluate
     from shardkit.loop import Cadence, fit, total_steps
     from shardkit.losses import adapt
     from shardkit.optimizer import maker
     from shardkit.recipe.build import build, build_scheduler
+    from shardkit.saving import RunCheckpoints, begin
     from shardkit.seeds import seed_alike, seed_apart
 
     _import_backend(recipe.backend.adapter)
@@ -89,11 +92,18 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> None:
         _report_norms(engine.norms.applied, folder)
     scheduler = build_scheduler(recipe.scheduler, engine.optimizer) if recipe.scheduler is not None else None
     seed_apart(recipe.seed, world.rank)
+    storage = open_storage(recipe.checkpoint.folder or str(folder.checkpoints))
+    resumed = begin(recipe, engine, storage, windows.order, scheduler, world)
+    if world.rank == 0:
+        _take_up(resumed, recipe, world, folder)
     cadence = Cadence(
-        steps=total_steps(recipe.train, windows.order.steps_per_epoch),
+        steps=total_steps(recipe.train, windows.order, resumed.position),
+        stop_at=recipe.train.stop_at_step,
         metrics_every=recipe.metrics.every,
         evaluate_every=recipe.evaluation.every,
+        save_last=recipe.saves and recipe.checkpoint.final,
     )
+    saving = RunCheckpoints(recipe, engine, storage, windows.order, scheduler, resumed.best) if recipe.saves else None
     journal = _open_journal(recipe, world, folder, cadence.steps)
     try:
         outcome = fit(
@@ -105,12 +115,25 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> None:
             scheduler=scheduler,
             evaluate=(lambda: evaluate(engine, eval_windows, loss)) if eval_windows is not None else None,
             journal=journal,
+            start=resumed.position,
+            saving=saving,
         )
     finally:
         journal.close()
     engine.close()
     if world.rank == 0:
         log.info("%s", _summary(outcome, folder))
+    return outcome.stopped
+
+
+def _take_up(resumed: Resumed, recipe: Recipe, world: World, folder: RunFolder) -> None:
+    """Make the metrics of a folder that held a run those of a run that stands where this one begins."""
+    if resumed.checkpoint is None:
+        if folder.metrics.exists():
+            metrics.set_aside(folder.metrics)
+        return
+    facts = {"checkpoint": resumed.checkpoint, "backend": recipe.backend.name, "world_size": world.size}
+    metrics.resume(folder.metrics, resumed.position.step, **facts)
 
 
 def _report_norms(applied: Applied, folder: RunFolder) -> None:
@@ -132,7 +155,7 @@ def _in_folder(folder: RunFolder) -> int:
     return 0
 
 
-def _under_outer(loaded: Loaded) -> int:
+def _under_outer(loaded: Loaded, launcher: str) -> int:
     """Check the recipe on all ranks, agree on rank 0's run folder, and train there."""
     from shardkit.world import join
 
@@ -149,12 +172,12 @@ def _under_outer(loaded: Loaded) -> int:
         folder = RunFolder(Path(chosen))
         process.take_output(folder.log(world.rank), terminal=world.rank == 0)
         try:
-            train(recipe, world, folder)
+            stopped = train(recipe, world, folder)
         except Exception as error:
             if world.rank == 0:
                 metrics.end(folder.metrics, status="failed", error=f"{type(error).__name__}: {error}")
             raise
-    return 0
+    return outer.code_of_stop(launcher) if stopped else 0
 
 
 def _import_backend(adapter: str) -> None:
@@ -180,8 +203,11 @@ def _problems(loaded: Loaded, world_size: int) -> str:
 def _make_folder(loaded: Loaded) -> tuple[str, str]:
     """(the new run folder, "") or ("", why there is none)."""
     try:
-        folder = run_folder.choose(loaded.recipe.name, loaded.recipe.run_dir, place=loaded.place("run_dir"))
-        folder.create(loaded.to_yaml())
+        recipe = loaded.recipe
+        folder = run_folder.choose(
+            recipe.name, recipe.run_dir, resume=recipe.checkpoint.resume, place=loaded.place("run_dir")
+        )
+        folder.open(loaded.to_yaml())
         environment.write_machine(folder, environment.command_line())
     except RequestError as error:
         return "", str(error)
@@ -240,7 +266,8 @@ def _open_journal(recipe: Recipe, world: World, folder: RunFolder, steps: int) -
 def _summary(outcome: Outcome, folder: RunFolder) -> str:
     scores = outcome.scores
     evaluated = "".join(f", eval {name} {value:.4g}" for name, value in scores.values.items()) if scores else ""
-    return f"shardkit: completed {outcome.steps} steps in {outcome.seconds:.1f} s{evaluated}; run folder {folder.path}"
+    how = "stopped, to go on later, after" if outcome.stopped else "completed"
+    return f"shardkit: {how} {outcome.steps} steps in {outcome.seconds:.1f} s{evaluated}; run folder {folder.path}"
 
 
 if __name__ == "__main__":

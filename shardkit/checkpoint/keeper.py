@@ -1,0 +1,185 @@
+"""The keeper of a run's checkpoints: saves, at once or in the background, and deletes what need not be kept."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardkit.checkpoint.history import retire
+from shardkit.checkpoint.save import Content, content_of, step_name, write_checkpoint
+from shardkit.checkpoint.shard import Part, Snapshot
+from shardkit.checkpoint.storage import Storage
+from shardkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardkit.engines.api import Engine
+    from shardkit.recipe.schema import Checkpoint
+    from shardkit.world import World
+
+log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Saves of one run. All methods are collectives: every rank calls them at the same steps.
+
+    Args:
+        engine: whose state is saved.
+        storage: the run's checkpoints.
+        settings: the recipe's section.
+        best: metric, value and step of the best evaluation so far, when the run goes on from a checkpoint.
+    """
+
+    def __init__(
+        self, engine: Engine, storage: Storage, settings: Checkpoint, best: dict[str, Any] | None = None
+    ) -> None:
+        self.settings = settings
+        self.best = best
+        self._engine = engine
+        self._storage = storage
+        self._clock = time.monotonic()
+        self._saved: int | None = None
+        self._background = Background(engine.world.aside()) if settings.asynchronous else None
+
+    def asks(self) -> bool:
+        """Whether by this rank's clock it is time to save; rank 0's counts."""
+        minutes = self.settings.every_minutes
+        return minutes is not None and self._engine.world.rank == 0 and time.monotonic() - self._clock >= 60 * minutes
+
+    def is_due(self, step: int, *, asked: bool, scores: Mapping[str, float] | None) -> bool:
+        """Whether to save after `step`: its number, the clock of rank 0, or a new best score; notes the best.
+
+        Raises:
+            CheckpointError: the evaluation has no such metric.
+        """
+        every = self.settings.every
+        better = self._note_best(step, scores) if scores is not None else False
+        return better or asked or (every is not None and step % every == 0)
+
+    def save(self, step: int, training: Mapping[str, Any], streams: bytes) -> bool:
+        """Save the state after `step`; whether it is, or is being, saved.
+
+        In the background the state is copied and training goes on; an error of the save before is raised here.
+
+        Args:
+            step: optimizer steps made.
+            training: see `training_state`.
+            streams: this rank's random streams.
+
+        Raises:
+            CheckpointError: it cannot be written, with on_save_error=raise.
+        """
+        if self._saved == step:
+            return True
+        self._clock = time.monotonic()
+        begun = time.perf_counter()
+        self.close()
+        keep = {step_name(self.best["step"])} if self.best else set()
+        write = functools.partial(self._write, keep=keep)
+        try:
+            content = content_of(
+                self._engine, step=step, training=training, extra=[_streams(self._engine.world.rank, streams)]
+            )
+            if self._background:
+                self._background.start(content, write)
+            else:
+                write(content, self._engine.world)
+        except CheckpointError as error:
+            self._tell(error)
+            return False
+        self._saved = step
+        log.debug("checkpoint of step %d: training waited %.3f s", step, time.perf_counter() - begun)
+        return True
+
+    def close(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            CheckpointError: it could not be, with on_save_error=raise.
+        """
+        if self._background is None:
+            return
+        try:
+            self._background.wait()
+        except CheckpointError as error:
+            self._tell(error)
+
+    def _write(self, content: Content, world: World, keep: set[str]) -> None:
+        begun = time.perf_counter()
+        name = write_checkpoint(self._storage, content, world, export=self.settings.export)
+        deleted = retire(self._storage, keep_last=self.settings.keep_last, keep=keep, world=world)
+        if world.rank == 0:
+            log.debug("saved %s in %.3f s; deleted %s", name, time.perf_counter() - begun, ", ".join(deleted) or "none")
+
+    def _note_best(self, step: int, scores: Mapping[str, float]) -> bool:
+        metric = self.settings.best_metric
+        if metric is None:
+            return False
+        if metric not in scores:
+            raise CheckpointError(
+                f"checkpoint.keep_best: the evaluation has no metric {metric!r}; it has {', '.join(scores)}"
+            )
+        better = self.settings.is_better(scores[metric], self.best["value"] if self.best else None)
+        if better:
+            self.best = {"metric": metric, "value": scores[metric], "step": step}
+        return better
+
+    def _tell(self, error: CheckpointError) -> None:
+        if self.settings.on_save_error == "raise":
+            raise error
+        if self._engine.world.rank == 0:
+            log.warning("%s; training goes on (checkpoint.on_save_error=warn)", error)
+
+
+class Background:
+    """One save at a time in a thread, from a snapshot, over process groups that training does not use."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+
+    def start(self, content: Content, write: Callable[[Content, World], None]) -> None:
+        """Copy `content` and write the copy."""
+        from dataclasses import replace
+
+        taken = replace(content, parts=self._snapshot.take(content.parts))
+
+        def run() -> None:
+            try:
+                write(taken, self._world)
+            except CheckpointError as error:
+                self._error = error
+            except Exception as error:
+                self._error = CheckpointError(f"a checkpoint in the background: {type(error).__name__}: {error}")
+
+        # A daemon: an error in training must end the process.
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the save that runs has ended.
+
+        Raises:
+            CheckpointError: it failed, which all ranks know.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _streams(rank: int, data: bytes) -> Part:
+    import torch
+
+    tensor: torch.Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return Part(key=("rng", str(rank), None), shape=(len(data),), dtype="U8", start=0, tensor=tensor)

@@ -1,0 +1,166 @@
+"""Resume: find the checkpoint a run goes on from, and bring an engine and all else to where it stood."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkit.checkpoint.agreement import agreed
+from shardkit.checkpoint.encoding import decode
+from shardkit.checkpoint.history import Found, is_checkpoint, newest, steps, supersede
+from shardkit.checkpoint.restore import Choice, restore
+from shardkit.checkpoint.source import Source, source_of
+from shardkit.checkpoint.storage import Storage, open_storage
+from shardkit.checkpoint.training import Position, check_norms, position_in, restore_scheduler
+from shardkit.checkpoint.verification import Verify, open_verified
+from shardkit.errors import CheckpointError
+from shardkit.seeds import seed_apart, write_streams
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from shardkit.data.order import GlobalOrder
+    from shardkit.engines.api import Engine
+    from shardkit.world import World
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a run goes on from."""
+
+    position: Position = field(default_factory=Position)
+    best: dict[str, Any] | None = None
+    checkpoint: str | None = None
+    # Where it is; None = the run begins.
+
+
+def find(resume: str, own: Storage, world: World, how: Verify = "full") -> Found | None:
+    """The checkpoint to go on from, verified; None = start anew. A collective.
+
+    Args:
+        resume: "auto", "never", or the path or URL of a checkpoint, or of a folder of them.
+        own: the run's checkpoints; what writers that were killed left there is removed.
+        world: the ranks.
+        how: see `verify_file`.
+
+    Raises:
+        CheckpointError: the one that was asked for cannot be used, or none of those that are there.
+    """
+    cleaned = agreed(world, f"{own.root} cannot be used", lambda: own.clean() if world.rank == 0 else [])
+    if cleaned and world.rank == 0:
+        log.info("removed what a save that was cut off left in %s: %s", own.root, ", ".join(cleaned))
+    if resume == "auto":
+        return newest(own, world, how)
+    if resume == "never":
+        if world.gather(bool(steps(own)) if world.rank == 0 else False)[0]:
+            raise CheckpointError(
+                f"{own.root} holds checkpoints of an earlier run, and checkpoint.resume is never; go on from them with "
+                "checkpoint.resume=auto, or give another folder"
+            )
+        return None
+    return _asked_for(resume, world, how)
+
+
+def resume_from(
+    found: Found,
+    engine: Engine,
+    *,
+    own: Storage,
+    order: GlobalOrder,
+    scheduler: LRScheduler | None,
+    choice: Choice,
+    seed: int,
+    world: World,
+) -> Resumed:
+    """Bring everything to where the checkpoint was made. A collective; what a user has to know is logged by rank 0.
+
+    Raises:
+        CheckpointError: it does not fit this run; see `restore`, `position_in`, `check_norms`.
+    """
+    manifest, source = found.manifest, source_of(found.storage, found.name, found.manifest)
+    saved = decode(dict(manifest.training))
+    notes = [f"{broken}; an older one is used" for broken in found.broken]
+    notes += agreed(world, "the checkpoint does not fit", lambda: check_norms(saved["normalization"], _norms(engine)))
+    position, changed = agreed(world, "the checkpoint does not fit", lambda: position_in(saved, order))
+    notes += changed
+    restored = restore(engine, source, manifest, choice, world)
+    notes += restored.notes
+    replay = choice.groups == "recipe"
+    notes += agreed(
+        world,
+        "the checkpoint does not fit",
+        lambda: restore_scheduler(scheduler, saved["scheduler"], engine.optimizer, replay=replay),
+    )
+    notes += _streams(source, saved["random"], position, seed, world)
+    aside = supersede(own, position.step, world)
+    if aside:
+        notes.append(f"{', '.join(aside)} are of steps that are made again, and were set aside as superseded-...")
+    where = f"{found.storage.root}/{found.name}"
+    if world.rank == 0:
+        log.info(
+            "shardkit: going on from %s (step %d, made on %s with %d rank%s)",
+            *(where, position.step, manifest.backend, manifest.world_size, "s" if manifest.world_size > 1 else ""),
+        )
+        for note in notes:
+            log.warning("shardkit: resume: %s", note)
+    return Resumed(position=position, best=saved["best"], checkpoint=where)
+
+
+def start_from(source: Source, where: str, engine: Engine, choice: Choice, world: World) -> None:
+    """Load weights and buffers alone, for a run that begins. A collective.
+
+    Raises:
+        CheckpointError: they do not fit the model.
+    """
+    restored = restore(engine, source, None, choice, world)
+    if world.rank == 0:
+        log.info("shardkit: %d parameters and buffers from %s", restored.loaded, where)
+        for note in restored.notes:
+            log.warning("shardkit: init_from: %s", note)
+
+
+def _asked_for(path: str, world: World, how: Verify) -> Found:
+    storage = open_storage(path)
+    if agreed(world, f"checkpoint.resume={path}", lambda: is_checkpoint(storage)):
+        parent, name = _split(path)
+        storage = open_storage(parent)
+        return Found(storage=storage, name=name, manifest=open_verified(storage, name, world, how))
+    for folder in (path, f"{path.rstrip('/')}/checkpoints"):
+        found = newest(open_storage(folder), world, how)
+        if found is not None:
+            return found
+    raise CheckpointError(
+        f"checkpoint.resume={path}: there is no checkpoint; expected the path of one (step-...), or of a folder of them"
+    )
+
+
+def _split(path: str) -> tuple[str, str]:
+    if "://" in path:
+        parent, _, name = path.rstrip("/").rpartition("/")
+        return parent, name
+    absolute = Path(path).absolute()
+    return str(absolute.parent), absolute.name
+
+
+def _norms(engine: Engine) -> dict[str, Any]:
+    return engine.norms.applied.to_json()
+
+
+def _streams(source: Source, saved: dict[str, Any], position: Position, seed: int, world: World) -> list[str]:
+    """Random streams: those that were saved, or others when the number of ranks is another."""
+    key = ("rng", str(world.rank), None)
+    entry = source.entries.get(key)
+    if entry is not None and saved["world_size"] == world.size and saved["seed"] == seed:
+        data = torch.empty(entry.numel, dtype=torch.uint8)
+        source.read(key, 0, data)
+        write_streams(data.numpy().tobytes(), world.device)
+        return []
+    seed_apart(seed, world.rank, position.step)
+    what = f"{world.size} ranks, and the checkpoint had {saved['world_size']}"
+    return [f"random streams begin anew from (seed, step, rank): there are {what}; dropout draws otherwise"]
