@@ -16,6 +16,8 @@ _PUBLIC = {
     "Window": "shardkit.window",
     "World": "shardkit.world",
     "join": "shardkit.world",
+    "load_checkpoint": "shardkit.checkpoint.own_loop",
+    "save_checkpoint": "shardkit.checkpoint.own_loop",
     "WindowReport": "shardkit.window",
     "open_engine": "shardkit.engines.opening",
     "train_step": "shardkit.window",
@@ -33,11 +35,14 @@ __all__ = [
     "World",
     "__version__",
     "join",
+    "load_checkpoint",
     "open_engine",
+    "save_checkpoint",
     "train_step",
 ]
 
 if TYPE_CHECKING:
+    from shardkit.checkpoint.own_loop import load_checkpoint, save_checkpoint
     from shardkit.data.loader import MicroBatch
     from shardkit.engines.api import Engine, StepReport, Traits
     from shardkit.engines.opening import open_engine

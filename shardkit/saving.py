@@ -10,7 +10,7 @@ from shardkit.checkpoint.keeper import Keeper
 from shardkit.checkpoint.restore import Choice
 from shardkit.checkpoint.resume import Resumed, find, resume_from, start_from
 from shardkit.checkpoint.training import training_state
-
+from shardkit.checkpoint.weights import open_weights
 from shardkit.seeds import read_streams
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="run the conformance suite on these backends only: names from backends/, or 'my_package.module:MyEngine'",
     )
+    parser.addoption("--table", help="write the table of the checkpoint matrix to this file")
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ class Keeper:
         write = functools.partial(self._write, keep=keep)
         try:
             content = content_of(
-                self._engine, step=step, training=training, extra=[_streams(self._engine.world.rank, streams)]
+                self._engine, step=step, training=training, extra=[streams_part(self._engine.world.rank, streams)]
             )
             if self._background:
                 self._background.start(content, write)
@@ -178,7 +178,8 @@ class Background:
             raise error
 
 
-def _streams(rank: int, data: bytes) -> Part:
+def streams_part(rank: int, data: bytes) -> Part:
+    """A rank's random streams, as a part of its shard."""
     import torch
 
     tensor: torch.Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -64,7 +64,7 @@ def find(resume: str, own: Storage, world: World, how: Verify = "full") -> Found
                 "checkpoint.resume=auto, or give another folder"
             )
         return None
-    return _asked_for(resume, world, how)
+    return asked_for(resume, world, how)
 
 
 def resume_from(
@@ -97,7 +97,11 @@ def resume_from(
         "the checkpoint does not fit",
         lambda: restore_scheduler(scheduler, saved["scheduler"], engine.optimizer, replay=replay),
     )
-    notes += _streams(source, saved["random"], position, seed, world)
+    notes += agreed(
+        world,
+        "the random streams were not loaded",
+        lambda: _streams(source, saved["random"], position, seed, world),
+    )
     aside = supersede(own, position.step, world)
     if aside:
         notes.append(f"{', '.join(aside)} are of steps that are made again, and were set aside as superseded-...")
@@ -125,7 +129,12 @@ def start_from(source: Source, where: str, engine: Engine, choice: Choice, world
             log.warning("shardkit: init_from: %s", note)
 
 
-def _asked_for(path: str, world: World, how: Verify) -> Found:
+def asked_for(path: str, world: World, how: Verify) -> Found:
+    """The checkpoint at `path`, or the newest in it that verifies. A collective.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
     storage = open_storage(path)
     if agreed(world, f"checkpoint.resume={path}", lambda: is_checkpoint(storage)):
         parent, name = _split(path)
@@ -152,15 +161,26 @@ def _norms(engine: Engine) -> dict[str, Any]:
     return engine.norms.applied.to_json()
 
 
-def _streams(source: Source, saved: dict[str, Any], position: Position, seed: int, world: World) -> list[str]:
-    """Random streams: those that were saved, or others when the number of ranks is another."""
+def restore_streams(source: Source, world_size: int, world: World) -> bool:
+    """Put this rank's random streams where they were saved; False when there were other ranks then."""
     key = ("rng", str(world.rank), None)
     entry = source.entries.get(key)
-    if entry is not None and saved["world_size"] == world.size and saved["seed"] == seed:
-        data = torch.empty(entry.numel, dtype=torch.uint8)
-        source.read(key, 0, data)
-        write_streams(data.numpy().tobytes(), world.device)
+    if entry is None or world_size != world.size:
+        return False
+    data = torch.empty(entry.numel, dtype=torch.uint8)
+    source.read(key, 0, data)
+    write_streams(data.numpy().tobytes(), world.device)
+    return True
+
+
+def _streams(source: Source, saved: dict[str, Any], position: Position, seed: int, world: World) -> list[str]:
+    """Random streams: those that were saved, or others when the number of ranks is another."""
+    if saved["seed"] == seed and restore_streams(source, saved["world_size"], world):
         return []
     seed_apart(seed, world.rank, position.step)
-    what = f"{world.size} ranks, and the checkpoint had {saved['world_size']}"
-    return [f"random streams begin anew from (seed, step, rank): there are {what}; dropout draws otherwise"]
+    what = (
+        f"there are {world.size} ranks, and the checkpoint had {saved['world_size']}"
+        if saved["seed"] == seed
+        else f"the seed is {seed}, and the checkpoint had {saved['seed']}"
+    )
+    return [f"random streams begin anew from (seed, step, rank), for dropout and the like: {what}"]
