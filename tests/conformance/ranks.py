@@ -385,8 +385,7 @@ def assemble(results: list[dict[str, Any]]) -> dict[tuple[str, str, str | None],
         for kind, name, state, shape, start, tensor, _dtype, _copies in result["state"]:
             key = (kind, name, state)
             if key not in whole:
-                dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
-                whole[key] = torch.full((math.prod(shape),), float("nan"), dtype=dtype)
+                whole[key] = torch.zeros(math.prod(shape), dtype=tensor.dtype)
                 seen[key] = torch.zeros(math.prod(shape), dtype=torch.bool)
             piece = slice(start, start + tensor.numel())
             overlap = seen[key][piece]
