@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -88,6 +89,8 @@ class Windows:
             on_streams_of_their_own(self._dataset, stream),
             batch_sampler=(list(cell or first) for cells, first in ahead for cell in cells),
             num_workers=self._num_workers,
+            # Children of this process, which end with it; Python 3.14 would have a server of its own start them.
+            multiprocessing_context="fork" if self._num_workers and sys.platform == "linux" else None,
             collate_fn=self._collate,
             pin_memory=self._device.type == "cuda",
             worker_init_fn=functools.partial(_start_worker, self._dataset, os.getpid()),
