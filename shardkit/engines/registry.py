@@ -130,7 +130,8 @@ def load(adapter: str) -> type[Engine]:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise BackendError(f"backend adapter {adapter!r}: cannot import {place!r}: {error}") from error
-    lacking = [name for name in ("Options", "describe", "micro_step", "backward", "step") if not hasattr(found, name)]
+    members = ("Options", "describe", "micro_step", "backward", "step", "state", "scalars", "load_state")
+    lacking = [name for name in members if not hasattr(found, name)]
     if lacking:
         raise BackendError(
             f"backend adapter {adapter!r}: {place!r} is no engine, it lacks {', '.join(lacking)}; "

@@ -179,6 +179,23 @@ def fill(engine: Any, saved: dict[str, Any]) -> None:
                 i.writeback()
 
 
+def fill_with_junk(engine: Any, case: StateCase) -> None:
+    """Nothing of what was there before is what will be loaded; the forward gathers what a backend keeps gathered."""
+    shapes = {name: tuple(p.shape) for name, p in build_model(case.case).named_parameters()}
+    step = torch.tensor(1.0)
+    kept = {
+        name: OptimizerState(tensors={"junk": (shapes[name], torch.float32)}, scalars={"step": step})
+        for group in engine.groups
+        for name in group
+    }
+    with engine.load_state(kept) as intervals:
+        for i in intervals:
+            i.tensor.fill_(3)
+            if i.writeback:
+                i.writeback()
+    output(engine, case)
+
+
 def kept_of(saved: dict[str, Any]) -> dict[str, OptimizerState]:
     kept: dict[str, OptimizerState] = {}
     for (kind, name, key), whole in saved["whole"].items():
@@ -216,12 +233,14 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def load_cases(backend: Any, jobs: bytes) -> dict[str, dict[str, Any]]:
-    """Case -> source -> what came of loading it: the first into a fresh engine, the next over a trained one."""
+    """Case -> source -> what came of loading it: the first into a fresh engine, others over junk."""
     found: dict[str, dict[str, Any]] = {}
     for case, sources in pickle.loads(jobs):
         engine = open_case(backend, case, other_weights=True)
         found[case.name] = {}
         for source, saved in sources.items():
+            if found[case.name]:
+                fill_with_junk(engine, case)
             fill(engine, saved)
             result = shown(engine)
             result["output"] = output(engine, case)

@@ -143,8 +143,8 @@ def check_some(
 def test_state_goes_from_every_kind_of_backend_to_every_other(
     backend: str, world: int, launch_ranks: Any, saves: Any
 ) -> None:
-    everywhere, once = CASES[:1], SOURCES[-1]
-    check_some(launch_ranks, saves, (backend, world), {s: CASES if s == once else everywhere for s in SOURCES})
+    wanted = {source: CASES if source in (("single", 1), ("zero3", 2)) else CASES[:1] for source in SOURCES}
+    check_some(launch_ranks, saves, (backend, world), wanted)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ test_the_first_output_after_a_load_is_the_savers.where = {  # type: ignore[attr-
 def test_a_backends_options_change_no_state(variant: str, launch_ranks: Any, saves: Any) -> None:
     """Options that lay the same state out in another way: into it, and out of it."""
     cases = [case for case in CASES if case.name == "frozen"]
-    check_all(launch_ranks, saves, (variant, 2), [("ddp", 2)], cases)
+    check_all(launch_ranks, saves, (variant, 2), [("single", 1), ("ddp", 2)], cases)
     check_all(launch_ranks, saves, ("ddp", 2), [(variant, 2)], cases)
 
 
