@@ -124,7 +124,7 @@ def _match(
         found = next((n for n in _candidates(name, engine) if source.find((kind, n, None))), None)
         entry = source.find((kind, found, None)) if found else None
         if entry is None:
-            missing.append(name)
+            missing += [] if 0 in shape else [name]
         elif entry.shape != shape:
             problems.append(f"{name} has the shape {shape} here and {entry.shape} in the checkpoint")
         elif DTYPES[entry.dtype] != dtype and not choice.cast:
@@ -141,8 +141,8 @@ def _match(
     held = {name for _, name in live} | set(engine.aliases)
     extra = [
         name
-        for kind, name, state in source.entries
-        if kind != "rng" and state is None and choice.wants(name) and name not in held
+        for (kind, name, state), entry in source.entries.items()
+        if kind != "rng" and state is None and choice.wants(name) and name not in held and entry.numel
         if not {alias for alias, kept in source.aliases.items() if kept == name} & held
     ]
     both = [
@@ -193,7 +193,8 @@ def _optimizer(
     }
     canonical = {live: manifest.aliases.get(name, name) for live, name in stored.items()}
     untrained = [live for live, name in canonical.items() if name not in saved]
-    dropped = [name for name in saved if name not in set(canonical.values()) and choice.wants(name)]
+    here = {manifest.aliases.get(name, name) for group in engine.groups for name in group} | set(canonical.values())
+    dropped = [name for name in saved if name not in here and choice.wants(name)]
     gaps = []
     if untrained:
         gaps.append(

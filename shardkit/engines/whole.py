@@ -182,7 +182,8 @@ def _runs(
     A run spans the last dim that the block does not span whole, and all after it: one for a block of rows.
     """
     if 0 in local:
-        # A rank that holds nothing; of an empty tensor, there is nothing to hold.
+        # A rank that holds nothing; an empty tensor is one empty run.
+        yield from [((), 0)] if 0 in shape else []
         return
     cut = max((dim for dim in range(len(shape)) if local[dim] != shape[dim]), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
