@@ -181,3 +181,75 @@ def write_whole(path: str, ranks: list[dict[str, Any]]) -> None:
             target[start : start + tensor.numel()] = tensor
     merged = {name: values for rank in ranks for name, values in rank["numbers"].items()}
     torch.save({"state": whole, "numbers": merged}, Path(f"{path}.pt"))
+
+
+CONTROLS = (
+    "nothing",
+    "optimizer",
+    "step",
+    "second moments",
+    "weights",
+    "scheduler",
+    "cursor",
+    "weight decay",
+    "lr",
+)
+
+
+def resume_without(backend: Any, path: str) -> dict[str, list[float]]:
+    """What is lost -> the losses after a resume that lost it; for engines of torch.optim."""
+    import shardkit
+
+    results = {}
+    engine, scheduler = open_run(backend, seed=2)
+    for lost in CONTROLS:
+        loaded = shardkit.load_checkpoint(engine, path)
+        if lost != "scheduler":
+            scheduler.load_state_dict(loaded.training["scheduler"])
+        else:
+            scheduler.last_epoch = 0
+            for group in engine.optimizer.param_groups:
+                group["lr"] = group["initial_lr"]
+        if lost == "optimizer":
+            with engine.load_state({}):
+                pass
+        for values in engine.optimizer.state.values():
+            if lost == "step":
+                values["step"].zero_()
+            if lost == "second moments":
+                values["exp_avg_sq"].copy_(values["exp_avg_sq"].bfloat16())
+        if lost == "weights":
+            for interval in engine.state():
+                if interval.kind == "parameter":
+                    interval.tensor.copy_(interval.tensor.bfloat16())
+        if lost in ("weight decay", "lr"):
+            key = lost.replace(" ", "_")
+            for group in engine.optimizer.param_groups:
+                group[key] = engine.optimizer.param_groups[0][key]
+        start = 0 if lost == "cursor" else BEFORE
+        results[lost] = train(engine, scheduler, range(start, start + AFTER))
+    engine.close()
+    return results
+
+
+def dropout_run(backend: Any, folder: str, save: bool) -> dict[str, Any]:
+    """Losses with dropout, after a save or after a resume from it."""
+    import shardkit
+    from shardkit.seeds import seed_apart
+    from tests.conformance.ranks import allow_accelerate_fsdp2
+
+    allow_accelerate_fsdp2()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(13, 37), nn.Dropout(0.5), nn.Linear(37, CLASSES))
+    engine = shardkit.open_engine(backend, model, make_optimizer, micro_batch_size=MICRO)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer, 1.0)
+    notes: tuple[str, ...] = ()
+    seed_apart(11, engine.world.rank)
+    if save:
+        train(engine, scheduler, range(2))
+        shardkit.save_checkpoint(engine, folder, step=2)
+    else:
+        notes = shardkit.load_checkpoint(engine, folder).notes
+    losses = train(engine, scheduler, range(2, 4))
+    engine.close()
+    return {"losses": losses, "notes": notes}

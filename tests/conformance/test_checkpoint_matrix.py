@@ -144,3 +144,25 @@ def as_table(matrix: Matrix) -> str:
         f"difference of a restored parameter, buffer or moment: {states:g}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def test_the_gate_fails_when_anything_is_lost(launch_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    source = launch_ranks(2, f"{RANKS}save_source", backend_named("ddp"), str(tmp_path))[0]
+    results = launch_ranks(2, f"{RANKS}resume_without", backend_named("ddp"), source["path"])[0]
+    deviations = {lost: relative(losses, source["after"]) for lost, losses in results.items()}
+    print({lost: f"{value:.1e}" for lost, value in deviations.items()})
+    assert deviations.pop("nothing") <= LOSS
+    assert len(deviations) == 8 and all(value > LOSS for value in deviations.values()), deviations
+
+
+@pytest.mark.parametrize(("source", "target"), [(("ddp", 2), ("zero2", 2)), (("zero3", 2), ("fsdp2", 2))])
+def test_dropout_goes_on_with_its_streams(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path, source: Place, target: Place
+) -> None:
+    run = f"{RANKS}dropout_run"
+    whole = launch_ranks(source[1], run, backend_named(source[0]), str(tmp_path), True)[0]
+    again = launch_ranks(target[1], run, backend_named(target[0]), str(tmp_path), False)[0]
+    assert again["losses"] == pytest.approx(whole["losses"], rel=LOSS) and again["notes"] == ()
+    other = launch_ranks(1, run, backend_named(target[0]), str(tmp_path), False)[0]
+    assert abs(other["losses"][0] / whole["losses"][0] - 1) > 1e-4
+    assert other["notes"] == ("random streams go on as they are: the checkpoint has those of 2 ranks",)
