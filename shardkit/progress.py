@@ -46,8 +46,8 @@ class Silent:
 class Lines:
     """A line now and then, without control characters."""
 
-    def __init__(self, total: int, *, terminal: bool = True) -> None:
-        self._total = total
+    def __init__(self, total: int, *, start: int = 0, terminal: bool = True) -> None:
+        self._total, self._start = total, start
         self._terminal = terminal
         self._started = time.monotonic()
         self._last = float("-inf")
@@ -57,11 +57,11 @@ class Lines:
 
     def train(self, line: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        few = self._total <= _FEW_STEPS or line["step"] == self._total
+        few = self._total - self._start <= _FEW_STEPS or line["step"] == self._total
         if not few and now - self._last < _SECONDS_BETWEEN_LINES:
             return
         self._last = now
-        left = (now - self._started) / line["step"] * (self._total - line["step"])
+        left = (now - self._started) / (line["step"] - self._start) * (self._total - line["step"])
         eta = f", {timedelta(seconds=round(left))} left" if line["step"] < self._total else ""
         self._say(f"step {line['step']}/{self._total}: {describe(line)}{eta}")
 
@@ -78,12 +78,12 @@ class Lines:
 class Bar:
     """A live bar on standard error; evaluations scroll above it."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, start: int = 0) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
-        self._lines = Lines(total, terminal=False)
+        self._lines = Lines(total, start=start, terminal=False)
         self._total = total
         self._bar = RichProgress(
             TextColumn("step"),
@@ -94,7 +94,7 @@ class Bar:
             console=Console(stderr=True),
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task("", total=total, numbers="")
+        self._task = self._bar.add_task("", total=total, completed=start, numbers="")
         self._bar.start()
 
     def step(self, step: int) -> None:
@@ -114,9 +114,9 @@ class Bar:
         self._bar.stop()
 
 
-def open_progress(total: int) -> Progress:
-    """The bar when standard error is a terminal, else lines."""
-    return Bar(total) if sys.stderr.isatty() else Lines(total)
+def open_progress(total: int, start: int = 0) -> Progress:
+    """The bar when standard error is a terminal, else lines; the run goes from step `start` to `total`."""
+    return Bar(total, start) if sys.stderr.isatty() else Lines(total, start=start)
 
 
 def describe(line: Mapping[str, Any]) -> str:

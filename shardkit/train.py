@@ -104,7 +104,9 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> bool:
         save_last=recipe.saves and recipe.checkpoint.final,
     )
     saving = RunCheckpoints(recipe, engine, storage, windows.order, scheduler, resumed.best) if recipe.saves else None
-    journal = _open_journal(recipe, world, folder, cadence.steps)
+    if resumed.position.step >= cadence.last and world.rank == 0:
+        log.info("shardkit: all %d steps are made; there is nothing left to train", cadence.last)
+    journal = _open_journal(recipe, world, folder, cadence.last, resumed)
     try:
         outcome = fit(
             engine,
@@ -252,21 +254,22 @@ def _open_windows(recipe: Recipe, world: World) -> tuple[Windows, Windows | None
     return windows, cut(items, order, size)
 
 
-def _open_journal(recipe: Recipe, world: World, folder: RunFolder, steps: int) -> Journal:
+def _open_journal(recipe: Recipe, world: World, folder: RunFolder, steps: int, resumed: Resumed) -> Journal:
     from shardkit.loop import Journal
 
     if world.rank != 0:
         return Journal(writers=[], progress=progress.Silent())
     writers: list[metrics.Writer] = [metrics.MetricsFile(folder.metrics)]
     if recipe.metrics.tensorboard:
-        writers.append(metrics.TensorBoard(folder.tensorboard))
-    return Journal(writers=writers, progress=progress.open_progress(steps))
+        resumed_at = resumed.position.step if resumed.checkpoint is not None else None
+        writers.append(metrics.TensorBoard(folder.tensorboard, resumed_at=resumed_at))
+    return Journal(writers=writers, progress=progress.open_progress(steps, resumed.position.step))
 
 
 def _summary(outcome: Outcome, folder: RunFolder) -> str:
     scores = outcome.scores
     evaluated = "".join(f", eval {name} {value:.4g}" for name, value in scores.values.items()) if scores else ""
-    how = "stopped, to go on later, after" if outcome.stopped else "completed"
+    how = "stopped as asked, to go on when it is started again, after" if outcome.stopped else "completed"
     return f"shardkit: {how} {outcome.steps} steps in {outcome.seconds:.1f} s{evaluated}; run folder {folder.path}"
 
 

@@ -71,3 +71,118 @@ def test_a_stop_in_the_middle_of_an_epoch_changes_nothing(
     assert set(counted) == set(range(ITEMS)) and sum(counted.values()) == ITEMS + rest
     assert sum(count == 2 for count in counted.values()) == rest
     assert counted == Counter(seen(tmp_path / "all"))
+
+
+SMALL = [
+    "model.width=4",
+    "batch.micro_batch_size=24",
+    "train.max_steps=8",
+    "evaluation.every=2",
+    "checkpoint.every=null",
+    "checkpoint.keep_best=null",
+]
+SOME: list[Place] = [("ddp", 2), ("fsdp2", 2), ("zero3", 2)]
+
+
+def small(launch_ranks: Callable[..., list[Any]], place: Place, folder: Path, *more: str, errors: bool = False) -> Any:
+    backend, world = place
+    overrides = [*SMALL, f"backend={backend}", *more]
+    return launch_ranks(world, RUN, RECIPE, overrides, str(folder), errors=errors)[0]
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
+
+
+def test_a_run_keeps_the_newest_and_the_best(launch_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    best = ["checkpoint.every=1", "checkpoint.keep_best=eval/accuracy", "checkpoint.export=true"]
+    run = small(launch_ranks, ("ddp", 2), tmp_path, *best)
+    scores = {step: line["accuracy"] for step, line in run["evals"].items()}
+    top = max(scores, key=lambda step: (scores[step], -step))
+    assert steps_in(tmp_path) == sorted({7, 8, top})
+    assert [line["step"] for line in run["lines"] if line["kind"] == "checkpoint"] == list(range(1, 9))
+    # The same recipe again: there is nothing left to do, and nothing is lost.
+    again = small(launch_ranks, ("fsdp2", 2), tmp_path, *best)
+    assert again["losses"] == run["losses"] and again["lines"][-1]["status"] == "completed"
+    # What was exported is the bare model's state dict.
+    from safetensors.torch import load_file
+
+    from shardkit.models.resnet import ResNet
+
+    newest = tmp_path / "checkpoints" / "step-00000008" / "model.safetensors"
+    ResNet(depth=8, in_channels=1, num_classes=10, width=4).load_state_dict(load_file(newest), strict=True)
+
+
+def test_saving_in_the_background_or_by_the_clock_changes_no_loss(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    plain = small(launch_ranks, ("zero2", 2), tmp_path / "plain")
+    clock = "checkpoint.every_minutes=0.000001"
+    behind = small(launch_ranks, ("zero2", 2), tmp_path / "behind", clock, "checkpoint.asynchronous=true")
+    assert behind["losses"] == plain["losses"] and steps_in(tmp_path / "behind") == [7, 8]
+    assert not (tmp_path / "plain" / "checkpoints").exists()
+
+
+def test_going_on_from_an_earlier_checkpoint_sets_later_ones_aside(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    keep = ["checkpoint.every=2", "checkpoint.keep_last=null"]
+    first = small(launch_ranks, ("ddp", 2), tmp_path, *keep)
+    again = small(
+        launch_ranks,
+        ("ddp", 2),
+        tmp_path,
+        *keep,
+        f"checkpoint.resume={tmp_path}/checkpoints/step-00000004",
+        "train.stop_at_step=6",
+    )
+    assert steps_in(tmp_path) == [2, 4, 6] and max(again["losses"]) == 6
+    assert again["losses"] == {step: loss for step, loss in first["losses"].items() if step <= 6}
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("superseded-*")) == [
+        "superseded-step-00000006",
+        "superseded-step-00000008",
+    ]
+
+
+@pytest.mark.parametrize("place", SOME, ids=lambda place: place[0])
+def test_a_run_starts_with_weights_from_elsewhere(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path, place: Place
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from shardkit.models.resnet import ResNet
+
+    torch.manual_seed(5)
+    model = ResNet(depth=8, in_channels=1, num_classes=10, width=4)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    start = small(
+        launch_ranks,
+        place,
+        tmp_path / "run",
+        f"init_from={tmp_path}/weights.safetensors",
+        "seed=7",
+        "checkpoint.every=4",
+    )
+    plain = small(launch_ranks, place, tmp_path / "plain", "seed=7")
+    assert abs(start["losses"][1] - plain["losses"][1]) > 1e-3
+    # A checkpoint of the run, weights alone: the loss goes on, the schedule and the data begin anew.
+    more = small(launch_ranks, place, tmp_path / "more", f"init_from={tmp_path}/run/checkpoints", "seed=7")
+    assert min(more["losses"]) == 1 and more["losses"][1] < start["losses"][1] - 1e-3
+    # Weights of one file, whatever the backend and the seed of the model.
+    other = small(
+        launch_ranks, ("single", 1), tmp_path / "single", f"init_from={tmp_path}/weights.safetensors", "seed=7"
+    )
+    assert start["losses"][1] == pytest.approx(other["losses"][1], rel=1e-6)
+
+
+def test_a_model_that_differs_is_refused_on_all_ranks(launch_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    small(launch_ranks, ("ddp", 2), tmp_path, "train.stop_at_step=2")
+    kind, message, _ = small(launch_ranks, ("fsdp2", 2), tmp_path, "model.width=5", errors=True)
+    assert kind == "CheckpointError" and "stem.0.weight has the shape (5, 1, 3, 3) here and (4, 1, 3, 3)" in message
+    kind, message, _ = small(launch_ranks, ("fsdp2", 2), tmp_path, "normalization.policy=group", errors=True)
+    assert kind == "CheckpointError" and "was BatchNorm2d and is GroupNorm" in message
+    kind, message, _ = small(launch_ranks, ("ddp", 2), tmp_path, "checkpoint.resume=never", errors=True)
+    assert (
+        kind == "CheckpointError" and "holds checkpoints of an earlier run, and checkpoint.resume is never" in message
+    )
