@@ -26,9 +26,10 @@ def commands() -> list[str]:
 
 
 # Too long for here, and what runs each instead.
-ELSEWHERE = {
+ELSEWHERE: dict[str, str] = {
     "make demo": "tests/packaging and .ci/run",
     "pip install -c constraints.txt '.[all]'": "the Makefile installs the same, and tests/packaging a wheel",
+    **{command: "test_the_readme_resumes" for command in commands() if "mine" in command},
     "python -m pytest tests/conformance --backend tests.third_party.engines:ManualEngine": "test_third_party.py",
 }
 
@@ -41,7 +42,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         # A bare checkout has no console scripts: what they call is the same.
         entry = {"shardkit": "shardkit.cli", "torchrun": "torch.distributed.run"}[words[0]]
         words[0:1] = [sys.executable, "-c", f"import sys; from {entry} import main; sys.exit(main())"]
-    if "shardkit.launch" in words:
+    if "shardkit.launch" in words and not any(word.startswith("run_dir=") for word in words):
         words += [f"run_dir={folder / 'run'}", "train.max_steps=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
@@ -73,3 +74,24 @@ def test_a_command_of_the_readme_works(command: str, tmp_path: Path) -> None:
     else:
         losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
         assert len(losses) == 4 and losses[-1] < losses[0] / 5
+
+
+def test_the_readme_resumes(tmp_path: Path) -> None:
+    """In their order: stop, go on elsewhere, look, convert; at steps 2 of 4 and on 2 processes."""
+    shorter = {
+        "runs/mine": str(tmp_path / "mine"),
+        "digits.safetensors": str(tmp_path / "digits.safetensors"),
+        "at_step=70": "at_step=2",
+        "step-00000150": "step-00000004",
+        "per_node=4": "per_node=2",
+    }
+    resumed = [command for command in commands() if "mine" in command]
+    assert len(resumed) == 5
+    for command in resumed:
+        for was, now in shorter.items():
+            command = command.replace(was, now)
+        done = run(f"{command} train.max_steps=4" if "launch" in command else command, tmp_path)
+        assert done.returncode == (75 if "stop_at_step" in command else 0), done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
+    assert (tmp_path / "digits.safetensors").stat().st_size > 100_000
