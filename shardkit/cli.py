@@ -1,15 +1,24 @@
-"""The console command: `shardkit launch`, `shardkit doctor`, `shardkit recipes`, `shardkit backends`."""
+"""The console command `shardkit`: launch, doctor, convert, checkpoint, recipes, backends."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardkit import shipped
+from shardkit.errors import ShardkitError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Training runs on any sharding backend.")
+checkpoint = typer.Typer(no_args_is_help=True, help="Look at checkpoints: inspect, verify, diff.")
+app.add_typer(checkpoint, name="checkpoint")
+
+DIFFERENT = 5
+# Exit code of a `diff` that finds differences.
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Which = Annotated[str, typer.Argument(metavar="PATH", help="a checkpoint, a folder of them, or a run folder; or a URL")]
 
 
 # Everything after `launch` is the launcher's own to read, --help too.
@@ -40,6 +49,119 @@ def doctor(
 
 
 @app.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(help="a shardkit checkpoint, a folder of them or a run folder; or a DCP or DeepSpeed folder"),
+    ],
+    out: Annotated[str, typer.Argument(help="what to write; nothing may be there yet")],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="safetensors|hf|dcp|universal|shardkit",
+            help="the format; by default safetensors for a name that ends so, shardkit for a DCP or DeepSpeed SOURCE, "
+            "else hf (a Hugging Face folder)",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="bf16|fp16|fp32", help="cast parameters (safetensors, hf)")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="of a file of a Hugging Face folder")] = "5GB",
+    trust: Annotated[
+        bool, typer.Option("--trust", help="open pickles, which can run code of whoever made them, in a process apart")
+    ] = False,
+    optimizer: Annotated[
+        str | None, typer.Option(metavar="CLASS", help="of a DCP or DeepSpeed SOURCE, as torch.optim.adam.Adam")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="of a DCP or DeepSpeed SOURCE that does not say it")] = None,
+) -> None:
+    """Convert a checkpoint to one safetensors file, a Hugging Face, DCP or DeepSpeed universal folder, or from those.
+
+    From DCP and DeepSpeed (ZeRO 1, 2, 3, and universal) it makes a shardkit checkpoint that any backend resumes from.
+    """
+    from shardkit.checkpoint import convert as command
+
+    def run() -> int:
+        options = command.Options(
+            to=command.target_named(to),
+            dtype=command.dtype_named(dtype),
+            max_shard_size=command.parse_size(max_shard_size),
+            trust=trust,
+            optimizer=optimizer,
+            step=step,
+        )
+        written = command.convert(source, out, options, lambda note: typer.echo(f"shardkit: {note}", err=True))
+        typer.echo(f"shardkit: wrote {written}", err=True)
+        return 0
+
+    _end(run)
+
+
+@checkpoint.command()
+def inspect(
+    path: Which,
+    tensors: Annotated[bool, typer.Option("--tensors", help="a line a tensor")] = False,
+    json: Json = False,
+) -> None:
+    """Say what a checkpoint is and holds, from its manifest alone; of several, a line each."""
+    from shardkit.checkpoint import inspection
+    from shardkit.checkpoint.place import checkpoints
+
+    def run() -> int:
+        places = checkpoints(path)
+        if len(places) > 1:
+            text, rows, broken = inspection.overview(places)
+            _print(rows if json else text)
+            return 1 if broken else 0
+        manifest = places[0].manifest()
+        show = inspection.as_json if json else inspection.as_text
+        _print(show(places[0], manifest, tensors=tensors))
+        return 0
+
+    _end(run)
+
+
+@checkpoint.command()
+def verify(path: Which, json: Json = False) -> None:
+    """Read all bytes of one or all checkpoints again, and name each damaged file; exit code 1 if there is one."""
+    from shardkit.checkpoint import inspection
+    from shardkit.checkpoint.place import checkpoints
+
+    def run() -> int:
+        verdicts = []
+        for place in checkpoints(path):
+            verdicts.append(inspection.verify(place))
+            if not json:
+                _print(inspection.verdict_text(verdicts[-1]))
+        if json:
+            _print([{"path": v.place.path, "ok": not v.damaged, "damaged": list(v.damaged)} for v in verdicts])
+        return 1 if any(verdict.damaged for verdict in verdicts) else 0
+
+    _end(run)
+
+
+@checkpoint.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="a checkpoint; of a folder of them or a run, the newest")],
+    b: Annotated[str, typer.Argument(metavar="B", help="another, of any backend and number of ranks")],
+    tolerance: Annotated[float, typer.Option(min=0.0, help="elements no further apart are the same")] = 0.0,
+    json: Json = False,
+) -> None:
+    """Compare two checkpoints element by element; exit code 0 if they are equal, 5 if not."""
+    from shardkit.checkpoint import difference
+    from shardkit.checkpoint.place import one
+
+    def run() -> int:
+        found = difference.difference(one(a), one(b), tolerance)
+        show = difference.as_json if json else difference.as_text
+        _print(show(found, tolerance))
+        return DIFFERENT if found.any else 0
+
+    _end(run)
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes that come with shardkit."""
     _list("recipes")
@@ -54,6 +176,29 @@ def backends() -> None:
 def main() -> None:
     """Run the console command."""
     app()
+
+
+def _end(run: Callable[[], int]) -> None:
+    """End with what `run` returns, or with the message and code of what it refuses."""
+    try:
+        code = run()
+    except ShardkitError as error:
+        typer.echo(str(error), err=True)
+        code = error.exit_code
+    except OSError as error:
+        typer.echo(f"{error.filename or 'the checkpoint'} cannot be read: {error.strerror or error}", err=True)
+        code = 1
+    raise typer.Exit(code)
+
+
+def _print(found: object) -> None:
+    """Text as it is, anything else as JSON."""
+    if isinstance(found, str):
+        typer.echo(found)
+        return
+    import json
+
+    typer.echo(json.dumps(found, indent=2))
 
 
 def _list(kind: shipped.Kind) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from shardkit.checkpoint.manifest import Entry, File, Key
-from shardkit.checkpoint.source import Source
+from shardkit.checkpoint.source import WEIGHT, Source
 from shardkit.checkpoint.storage import Storage
 from shardkit.checkpoint.tensors import DTYPES, PIECE, dtype_name, header, write, write_tensor
 
 MODEL = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def weights_of(source: Source) -> dict[str, tuple[Key, Entry]]:
-    """Parameters and buffers by the names of the model's state dict, tied ones under each of their names."""
-    found = {key[1]: (key, entry) for key, entry in source.entries.items() if key[0] in ("parameter", "buffer")}
+    """Parameters and buffers by the names of the model's state dict, tied ones under each of their names.
+
+    A file for `load_state_dict(strict=True)` has to have them all: safetensors knows no two names of one tensor.
+    """
+    kinds = ("parameter", "buffer", WEIGHT)
+    found = {key[1]: (key, entry) for key, entry in source.entries.items() if key[0] in kinds}
     for alias, name in source.aliases.items():
         if name in found:
             found[alias] = found[name]
@@ -57,6 +63,37 @@ def export_weights(
     return File(bytes=size, crc32=f"{checksum:08x}")
 
 
+def export_folder(
+    source: Source, storage: Storage, folder: str, *, dtype: torch.dtype | None = None, max_shard_size: int
+) -> list[str]:
+    """Write weights as a Hugging Face folder: one file or, where they take more, several and an index.
+
+    Args:
+        source: of a checkpoint.
+        storage: of the folder, which is there.
+        folder: in it.
+        dtype: see `export_weights`.
+        max_shard_size: bytes of tensors a file; a tensor that takes more has a file of its own.
+
+    Returns:
+        The names of the files.
+    """
+    sizes = bytes_of(weights_of(source), dtype)
+    shards = _shards(sizes, max_shard_size)
+    if len(shards) == 1:
+        export_weights(source, storage, f"{folder}/{MODEL}", dtype=dtype)
+        return [MODEL]
+    homes: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        export_weights(source, storage, f"{folder}/{file}", dtype=dtype, names=names)
+        homes |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": homes}
+    with storage.create(f"{folder}/{INDEX}") as file:
+        write(file, memoryview(json.dumps(index, indent=2).encode() + b"\n"))
+    return [*dict.fromkeys(homes.values()), INDEX]
+
+
 def bytes_of(chosen: Mapping[str, tuple[Key, Entry]], dtype: torch.dtype | None) -> dict[str, int]:
     """How many bytes each of the tensors will take."""
     return {name: entry.numel * _cast(key, entry, dtype).itemsize for name, (key, entry) in chosen.items()}
@@ -72,6 +109,29 @@ def pieces(source: Source, key: Key, entry: Entry, dtype: torch.dtype | None = N
         yield piece
 
 
+def whole(source: Source, key: Key) -> torch.Tensor:
+    """All of one tensor, in memory."""
+    entry = source.find(key)
+    assert entry is not None, key
+    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    source.read(key, 0, tensor.view(-1))
+    return tensor
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names by file, in order, each file as full as the limit lets it be."""
+    shards: list[list[str]] = [[]]
+    taken = 0
+    for name, size in sizes.items():
+        if shards[-1] and taken + size > limit:
+            shards.append([])
+            taken = 0
+        shards[-1].append(name)
+        taken += size
+    return shards
+
+
 def _cast(key: Key, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
     own = DTYPES[entry.dtype]
-    return dtype if dtype is not None and key[0] == "parameter" and own.is_floating_point else own
+    wanted = dtype is not None and key[0] in ("parameter", WEIGHT) and own.is_floating_point
+    return dtype if wanted and dtype is not None else own
