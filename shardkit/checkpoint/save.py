@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import secrets
 import sys
 import time
@@ -13,12 +14,11 @@ from typing import Any
 
 import torch
 
-from shardkit.checkpoint.agreement import agreed
+from shardkit.checkpoint.agreement import agreed, described
 from shardkit.checkpoint.encoding import encode
-from shardkit.checkpoint.manifest import Chunk, Entry, File, Key, Manifest, check_chunks, dump, shown
+from shardkit.checkpoint.manifest import Chunk, Entry, File, Key, Manifest, check_chunks, dump, parse, shown
 from shardkit.checkpoint.shard import Part, Written, file_name, own_parts, write_shard
 from shardkit.checkpoint.storage import MANIFEST, Storage
-from shardkit.checkpoint.tensors import write
 from shardkit.engines.api import Engine
 from shardkit.engines.registry import BUILT_IN
 from shardkit.errors import CheckpointError
@@ -26,6 +26,9 @@ from shardkit.normalization.statistics import merge_running_statistics
 from shardkit.world import World
 
 LATEST = "latest"
+_SHARED = "the folder of checkpoints must be one that all ranks share"
+
+log = logging.getLogger(__name__)
 
 
 def step_name(step: int) -> str:
@@ -108,17 +111,20 @@ def write_checkpoint(storage: Storage, content: Content, world: World, *, export
     """
     name = step_name(content.step)
     failed = f"{storage.root}/{name} was not saved"
-    staging = world.gather(storage.staging(name, secrets.token_hex(4)) if world.rank == 0 else "")[0]
     own = file_name(world.rank, world.size)
+    staged = agreed(world, failed, lambda: storage.staging(name, secrets.token_hex(4)) if world.rank == 0 else "")
+    staging = world.gather(staged)[0]
     try:
         agreed(world, failed, lambda: storage.make(staging) if world.rank == 0 else None)
-        written, file = agreed(world, failed, lambda: write_shard(storage, staging, own, content.parts))
+        written, file = agreed(world, failed, lambda: _write_own(storage, staging, own, content.parts))
         tables = world.collect((own, file, written, content.numbers))
         agreed(world, failed, lambda: _commit(storage, staging, name, content, tables, export) if tables else None)
     except CheckpointError:
         if world.rank == 0:
-            _discard(storage, staging)
+            _discard(storage, staging, name)
         raise
+    if world.rank == 0:
+        _point(storage, name)
     return name
 
 
@@ -133,7 +139,10 @@ Table = tuple[str, File, list[Written], dict[str, dict[str, Any]]]
 def _commit(storage: Storage, staging: str, name: str, content: Content, tables: list[Table], export: bool) -> None:
     files = {own: file for own, file, _, _ in tables}
     for own, file in files.items():
-        found = storage.size(f"{staging}/{own}")
+        try:
+            found = storage.size(f"{staging}/{own}")
+        except FileNotFoundError:
+            raise CheckpointError(f"{own} was written and is not in {storage.root}; {_SHARED}") from None
         if found != file.bytes:
             raise CheckpointError(f"{own} has {found} bytes on disk, and {file.bytes} were written")
     manifest = Manifest(
@@ -156,10 +165,26 @@ def _commit(storage: Storage, staging: str, name: str, content: Content, tables:
 
         exported = export_weights(source_of(storage, staging, manifest), storage, f"{staging}/{MODEL}")
         manifest = replace(manifest, files={**files, MODEL: exported})
-    with storage.create(f"{staging}/{MANIFEST}") as file:
-        write(file, memoryview(dump(manifest)))
+    data = dump(manifest)
+    # A manifest that could not be read would be a lost checkpoint.
+    parse(data, f"{storage.root}/{name}/{MANIFEST}")
+    storage.put(f"{staging}/{MANIFEST}", data)
     storage.publish(staging, name)
-    storage.put(LATEST, f"{name}\n".encode())
+
+
+def _write_own(storage: Storage, staging: str, own: str, parts: list[Part]) -> tuple[list[Written], File]:
+    try:
+        return write_shard(storage, staging, own, parts)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{storage.root}/{staging} is not there, and rank 0 has made it; {_SHARED}") from error
+
+
+def _point(storage: Storage, name: str) -> None:
+    """Let `latest` name a checkpoint that is on disk already: nothing reads it but people and their scripts."""
+    try:
+        storage.put(LATEST, f"{name}\n".encode())
+    except Exception as error:
+        log.warning("%s/%s was saved, but %s could not be written: %s", storage.root, name, LATEST, described(error))
 
 
 def _entries(tables: list[list[Written]], files: Mapping[str, File]) -> dict[Key, Entry]:
@@ -175,12 +200,17 @@ def _entries(tables: list[list[Written]], files: Mapping[str, File]) -> dict[Key
             chunks.append(written.chunk)
     entries = {}
     for key, (shape, dtype, chunks) in found.items():
-        entries[key] = Entry(shape=shape, dtype=dtype, chunks=tuple(sorted(chunks, key=lambda chunk: chunk.start)))
+        entries[key] = Entry(shape=shape, dtype=dtype, chunks=tuple(sorted(chunks, key=_order)))
         try:
             check_chunks(key, entries[key], files)
         except ValueError as error:
             raise CheckpointError(f"the ranks do not hold the state once between them: {error}") from error
     return entries
+
+
+def _order(chunk: Chunk) -> tuple[int, int]:
+    # A rank without elements may begin where another's do.
+    return chunk.start, chunk.length
 
 
 def _merged(tables: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -205,7 +235,7 @@ def versions() -> dict[str, str]:
     return {"shardkit": __version__, **{name: importlib.metadata.version(name) for name in sorted({"torch", *needed})}}
 
 
-def _discard(storage: Storage, staging: str) -> None:
+def _discard(storage: Storage, staging: str, name: str) -> None:
     """Remove what was written of a checkpoint that is none; what cannot be removed is cleaned at the next start."""
-    with suppress(OSError):
-        storage.remove(staging)
+    with suppress(Exception):
+        storage.abandon(staging, name)

@@ -6,11 +6,14 @@ so there a folder counts from the moment its manifest, written last, is in it.
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import shutil
+import stat
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -37,7 +40,7 @@ class Storage(Protocol):
         """Bytes of a file.
 
         Raises:
-            OSError: it is not there.
+            OSError: it is not there, or no file.
         """
         ...
 
@@ -76,6 +79,10 @@ class Storage(Protocol):
         """Make what was written in `staging` the checkpoint `name`, durably, in the place of one of that name."""
 
     @abstractmethod
+    def abandon(self, staging: str, name: str) -> None:
+        """Remove what was written in `staging`; a checkpoint `name` that was there before is there again."""
+
+    @abstractmethod
     def clean(self) -> list[str]:
         """Remove what writers that were killed left behind; the folders that were removed."""
         ...
@@ -86,7 +93,14 @@ class Storage(Protocol):
 
 
 def open_storage(root: str) -> Storage:
-    """The storage at a local path, or at a URL with a scheme, as in "s3://bucket/runs"."""
+    """The storage at a local path, or at a URL with a scheme, as in "s3://bucket/runs".
+
+    Raises:
+        CheckpointError: the scheme is not known, or its library is not installed.
+    """
+    if root.startswith("file://"):
+        # fsspec would write these without fsync and without a rename.
+        return LocalStorage(root.removeprefix("file://"))
     if "://" in root:
         return RemoteStorage(root)
     return LocalStorage(root)
@@ -113,10 +127,18 @@ class LocalStorage(Storage):
             return []
 
     def size(self, path: str) -> int:
-        return (self._path / path).stat().st_size
+        found = (self._path / path).stat()
+        if not stat.S_ISREG(found.st_mode):
+            # A pipe would keep its reader waiting.
+            raise OSError(errno.EINVAL, "not a regular file", str(self._path / path))
+        return found.st_size
 
     def make(self, path: str) -> None:
-        (self._path / path).mkdir(parents=True, exist_ok=True)
+        folder = self._path / path
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            _sync(each.parent)
 
     @contextmanager
     def create(self, path: str) -> Iterator[BinaryIO]:
@@ -138,17 +160,27 @@ class LocalStorage(Storage):
             os.close(descriptor)
 
     def put(self, path: str, data: bytes) -> None:
-        with self.create(f"{STAGING}{path}") as file:
-            file.write(data)
-        (self._path / f"{STAGING}{path}").replace(self._path / path)
-        _sync(self._path)
+        target = self._path / path
+        part = target.with_name(f"{STAGING}{target.name}")
+        try:
+            with self.create(str(part.relative_to(self._path))) as file:
+                _write_all(file, data)
+            part.replace(target)
+        except OSError:
+            with suppress(OSError):
+                part.unlink()
+            raise
+        _sync(target.parent)
 
     def remove(self, path: str) -> None:
         target = self._path / path
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)
-        else:
+        if not target.is_dir() or target.is_symlink():
             target.unlink(missing_ok=True)
+            return
+        if not target.name.startswith(STAGING):
+            # Out of sight first: a checkpoint half removed would be a broken one.
+            target = target.rename(target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}"))
+        shutil.rmtree(target)
 
     def staging(self, name: str, token: str) -> str:
         return f"{STAGING}{name}-{token}"
@@ -157,18 +189,29 @@ class LocalStorage(Storage):
         _sync(self._path / staging)
         final, old = self._path / name, self._path / f"{REPLACED}{name}"
         if final.exists():
+            self.remove(old.name)
             final.rename(old)
-        (self._path / staging).rename(final)
+        try:
+            (self._path / staging).rename(final)
+        except OSError:
+            if old.exists():
+                old.rename(final)
+            raise
         _sync(self._path)
-        if old.exists():
-            shutil.rmtree(old)
+        # The checkpoint is there; what cannot be removed now is removed at the next start.
+        with suppress(OSError):
+            self.remove(old.name)
+
+    def abandon(self, staging: str, name: str) -> None:
+        self.remove(staging)
 
     def clean(self) -> list[str]:
         removed = []
         for entry in self.names():
             if entry.startswith(REPLACED) and not (self._path / entry.removeprefix(REPLACED)).exists():
-                # Killed between the two renames: the old one is the only one.
-                (self._path / entry).rename(self._path / entry.removeprefix(REPLACED))
+                # Killed between the two renames: the old one is the only one. It is whole, for it is removed only
+                # under another name.
+                self.rename(entry, entry.removeprefix(REPLACED))
             elif entry.startswith((STAGING, REPLACED)):
                 self.remove(entry)
                 removed.append(entry)
@@ -183,13 +226,13 @@ class RemoteStorage(Storage):
     """A folder that fsspec reaches; it has no rename, so the manifest, written last, makes a checkpoint one."""
 
     def __init__(self, root: str) -> None:
-        import fsspec
-
         self.root = root
         try:
+            import fsspec
+
             self._fs, self._path = fsspec.core.url_to_fs(root)
         except (ImportError, ValueError) as error:
-            raise CheckpointError(f"{root}: {error}") from error
+            raise CheckpointError(f"{root} cannot be opened: {error}") from error
 
     def names(self, path: str = "") -> list[str]:
         self._fs.invalidate_cache()
@@ -224,22 +267,56 @@ class RemoteStorage(Storage):
             self._fs.rm(self._at(path), recursive=True)
 
     def staging(self, name: str, token: str) -> str:
-        # A checkpoint of that name is none any more from here on: there is no way to replace it at once.
-        self.remove(f"{name}/{MANIFEST}")
-        self.remove(name)
+        if MANIFEST in self.names(name):
+            self._move(name, REPLACED + name)
+        else:
+            self.remove(name)
         return name
 
     def publish(self, staging: str, name: str) -> None:
         assert staging == name
+        with suppress(Exception):
+            # What cannot be removed now is removed at the next start.
+            self._remove_checkpoint(REPLACED + name)
+
+    def abandon(self, staging: str, name: str) -> None:
+        self._remove_checkpoint(name)
+        if MANIFEST in self.names(REPLACED + name):
+            self._move(REPLACED + name, name)
 
     def clean(self) -> list[str]:
-        removed = [name for name in self.names() if name.startswith("step-") and MANIFEST not in self.names(name)]
-        for name in removed:
-            self.remove(name)
+        removed = []
+        for name in self.names():
+            own = name.removeprefix(REPLACED)
+            if own.startswith("step-") and MANIFEST not in self.names(name):
+                self.remove(name)
+                removed.append(name)
+            elif name != own and MANIFEST in self.names(own):
+                self._remove_checkpoint(name)
+                removed.append(name)
+            elif name != own:
+                self.abandon(own, own)
         return removed
 
     def rename(self, name: str, other: str) -> None:
-        self._fs.mv(self._at(name), self._at(other), recursive=True)
+        if MANIFEST in self.names(name):
+            self._move(name, other)
+        else:
+            self._fs.mv(self._at(name), self._at(other), recursive=True)
+
+    def _move(self, name: str, other: str) -> None:
+        """Copy a checkpoint, its manifest last, and remove the first: one of the two is whole at any moment."""
+        self._remove_checkpoint(other)
+        self.make(other)
+        files = self.names(name)
+        for file in sorted(files, key=lambda each: each == MANIFEST):
+            self._fs.cp_file(self._at(f"{name}/{file}"), self._at(f"{other}/{file}"))
+        self._remove_checkpoint(name)
+
+    def _remove_checkpoint(self, name: str) -> None:
+        """Without its manifest it is none, whatever is left of it."""
+        self.remove(f"{name}/{MANIFEST}")
+        self.remove(name)
 
     def _at(self, path: str) -> str:
         return f"{self._path}/{path}" if path else str(self._path)
@@ -249,10 +326,20 @@ def _short(root: str, path: str, expected: int) -> CheckpointError:
     return CheckpointError(f"{root}/{path} is too short: expected {expected} bytes or more; it was cut off")
 
 
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
 def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder durable, where the file system can."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems know no fsync of folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
