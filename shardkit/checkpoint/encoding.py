@@ -12,6 +12,8 @@ import torch
 from shardkit.checkpoint.tensors import DTYPES, dtype_name
 from shardkit.errors import CheckpointError
 
+DEEPEST = 100
+# Levels of lists and mappings in what is kept.
 _TAGS = ("!float", "!tuple", "!dict", "!counter", "!tensor")
 
 
@@ -51,22 +53,52 @@ def encode(value: Any, where: str = "value") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given; data only, nothing of it is ever run."""
+    """What `encode` was given; data only, nothing of it is ever run.
+
+    Raises:
+        CheckpointError: `encode` made no such thing.
+    """
+    try:
+        return _decode(value)
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"the checkpoint holds a value that cannot be read: {error}") from error
+
+
+def check_depth(value: Any, deepest: int = DEEPEST) -> None:
+    """Lists and mappings lie inside each other no deeper than a reader can go.
+
+    Raises:
+        ValueError: they do.
+    """
+    level = [value]
+    for _ in range(deepest):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"lists and mappings lie inside each other more than {deepest} deep")
+
+
+def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(each) for each in value]
+        return [_decode(each) for each in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1 and (tag := next(iter(value))) in _TAGS:
         return _tagged(tag, value[tag])
-    return {key: decode(each) for key, each in value.items()}
+    return {key: _decode(each) for key, each in value.items()}
 
 
 def _tagged(tag: str, content: Any) -> Any:
     if tag == "!float":
         return float(content)
     if tag == "!tensor":
-        return torch.tensor(decode(content[1]), dtype=DTYPES[content[0]])
+        return torch.tensor(_decode(content[1]), dtype=DTYPES[content[0]])
     if tag == "!tuple":
-        return tuple(decode(each) for each in content)
-    pairs = {decode(key): decode(each) for key, each in content}
+        return tuple(_decode(each) for each in content)
+    pairs = {_decode(key): _decode(each) for key, each in content}
     return Counter(pairs) if tag == "!counter" else pairs

@@ -12,14 +12,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
+from shardkit.checkpoint.encoding import check_depth
 from shardkit.checkpoint.storage import MANIFEST, Storage, read_bytes
-from shardkit.checkpoint.tensors import DTYPES
+from shardkit.checkpoint.tensors import DTYPES, shape_of
 from shardkit.errors import CheckpointError
 
 FORMAT = "shardkit-checkpoint"
 VERSION = 1
+KINDS = ("parameter", "buffer", "optimizer", "rng", "weight")
+LARGEST = 2**30
+# Bytes of a manifest.json that are read; a million chunks take 50 MB.
 
 Key = tuple[str, str, str | None]
 # (kind, full name, state): kind is parameter, buffer, optimizer (its state's key is the third) or rng.
@@ -81,6 +85,8 @@ class Manifest:
     # One mapping a parameter group: "parameters", a list of full names, and the options, encoded.
     training: Mapping[str, Any] = field(default_factory=dict)
     # Position, scheduler, normalization report and so on, encoded; see `shardkit.checkpoint.training`.
+    digest: str = field(default="", compare=False)
+    # The sha256 of the bytes it was parsed from.
 
     def named(self, kind: str) -> dict[str, Entry]:
         """The entries of a kind, by full name."""
@@ -140,7 +146,7 @@ def parse(data: bytes, where: str) -> Manifest:
     if first + b"\n" != _first_line(rest):
         raise CheckpointError(f"{where} is damaged: its contents do not match the sha256 in its first line")
     try:
-        body = json.loads(data)
+        body = json.loads(data, parse_constant=_refuse)
         if body["format"] != FORMAT:
             raise ValueError(f"its format is {body['format']!r}")
         if body["version"] != VERSION:
@@ -148,8 +154,10 @@ def parse(data: bytes, where: str) -> Manifest:
                 f"{where} has version {body['version']} of the format, and this shardkit reads version {VERSION}; "
                 "use the shardkit that wrote it"
             )
-        return _manifest(body)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return _manifest(body, hashlib.sha256(data).hexdigest())
+    except KeyError as error:
+        raise CheckpointError(f"{where} is no manifest of a shardkit checkpoint: it lacks {error}") from error
+    except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{where} is no manifest of a shardkit checkpoint: {error}") from error
 
 
@@ -161,6 +169,9 @@ def read(storage: Storage, name: str) -> Manifest:
     """
     where = f"{storage.root}/{name}/{MANIFEST}"
     try:
+        size = storage.size(f"{name}/{MANIFEST}")
+        if size > LARGEST:
+            raise CheckpointError(f"{where} has {size} bytes, more than any manifest ({LARGEST})")
         data = read_bytes(storage, f"{name}/{MANIFEST}")
     except FileNotFoundError as error:
         raise CheckpointError(f"{where} is not there, so this is no complete checkpoint") from error
@@ -182,7 +193,7 @@ def check_chunks(key: Key, entry: Entry, files: Mapping[str, File]) -> None:
         if chunk.offset + chunk.length * size > files[chunk.file].bytes:
             raise ValueError(f"a chunk of {shown(key)} lies outside {chunk.file}")
         expected += chunk.length
-    if expected != entry.numel or any(length < 0 for length in entry.shape):
+    if expected != entry.numel:
         raise ValueError(f"the chunks of {shown(key)} hold {expected} of {entry.numel} elements")
 
 
@@ -198,44 +209,112 @@ def _first_line(rest: bytes) -> bytes:
     return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n'
 
 
-def _manifest(body: dict[str, Any]) -> Manifest:
+def _manifest(body: dict[str, Any], digest: str) -> Manifest:
     files: dict[str, File] = {}
     for each in body["files"]:
-        name = str(each["name"])
+        name = _text(each["name"])
         if not re.fullmatch(r"\w[\w.-]*", name) or name == MANIFEST:
             raise ValueError(f"{name!r} cannot be a file of a checkpoint")
-        files[name] = File(bytes=_whole(each["bytes"]), crc32=str(each["crc32"]))
+        if name in files:
+            raise ValueError(f"it lists {name} twice")
+        files[name] = File(bytes=_whole(each["bytes"]), crc32=_text(each["crc32"]))
     names = list(files)
     entries: dict[Key, Entry] = {}
     for each in body["tensors"]:
-        key: Key = (str(each["kind"]), str(each["name"]), cast("str | None", each.get("state")))
-        chunks = (
-            Chunk(start=_whole(start), length=_whole(length), file=names[_whole(file)], offset=_whole(offset))
-            for start, length, file, offset in each["chunks"]
-        )
-        if each["dtype"] not in DTYPES:
-            raise ValueError(f"{shown(key)} has the unknown dtype {each['dtype']!r}")
-        entry = Entry(shape=tuple(map(_whole, each["shape"])), dtype=each["dtype"], chunks=tuple(chunks))
-        check_chunks(key, entry, files)
-        entries[key] = entry
+        key = _key(each)
+        if key in entries:
+            raise ValueError(f"it lists {shown(key)} twice")
+        entries[key] = _entry(key, each, names)
+        check_chunks(key, entries[key], files)
+    _check_room(entries, files)
     optimizer = body["optimizer"]
     return Manifest(
         step=_whole(body["step"]),
-        created=str(body["created"]),
-        backend=str(body["backend"]),
+        created=_text(body["created"]),
+        backend=_text(body["backend"]),
         world_size=_whole(body["world_size"]),
-        versions=body["versions"],
+        versions=_texts(body["versions"]),
         files=files,
         entries=entries,
-        aliases=body["aliases"],
-        optimizer=optimizer["class"],
-        numbers=optimizer["numbers"],
-        groups=optimizer["groups"],
-        training=body["training"],
+        aliases=_texts(body["aliases"]),
+        optimizer=_text(optimizer["class"]),
+        numbers={_text(name): _mapping(values) for name, values in _mapping(optimizer["numbers"]).items()},
+        groups=[_group(each) for each in optimizer["groups"]],
+        training=_mapping(body["training"]),
+        digest=digest,
     )
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a whole number of 0 or more")
+def _key(tensor: Mapping[str, Any]) -> Key:
+    kind, state = _text(tensor["kind"]), tensor.get("state")
+    if kind not in KINDS or (state is not None) != (kind == "optimizer"):
+        raise ValueError(f"a tensor has the unknown kind {kind!r}, or a state that does not go with it")
+    return kind, _text(tensor["name"]), None if state is None else _text(state)
+
+
+def _entry(key: Key, tensor: Mapping[str, Any], files: Sequence[str]) -> Entry:
+    if tensor["dtype"] not in DTYPES:
+        raise ValueError(f"{shown(key)} has the unknown dtype {tensor['dtype']!r}")
+    chunks = [
+        Chunk(start=_whole(start), length=_whole(length), file=files[_whole(file)], offset=_whole(offset))
+        for start, length, file, offset in tensor["chunks"]
+    ]
+    return Entry(shape=shape_of(tensor["shape"]), dtype=tensor["dtype"], chunks=tuple(chunks))
+
+
+def _check_room(entries: Mapping[Key, Entry], files: Mapping[str, File]) -> None:
+    """A small file cannot be said to hold much: each of its bytes is of one tensor.
+
+    Raises:
+        ValueError: it is.
+    """
+    pieces: dict[str, list[tuple[int, int]]] = {}
+    for entry in entries.values():
+        size = DTYPES[entry.dtype].itemsize
+        for chunk in entry.chunks:
+            if chunk.length:
+                pieces.setdefault(chunk.file, []).append((chunk.offset, chunk.offset + chunk.length * size))
+    for file, spans in pieces.items():
+        end = 0
+        for begin, stop in sorted(spans):
+            if begin < end:
+                raise ValueError(f"two chunks lie over each other in {file}")
+            end = stop
+
+
+def _group(value: Any) -> dict[str, Any]:
+    names = [_text(name) for name in value["parameters"]]
+    return {**_mapping(value), "parameters": names, "options": _mapping(value["options"])}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{_brief(value)} is no mapping")
+    check_depth(value)
     return value
+
+
+def _texts(value: Any) -> dict[str, str]:
+    return {key: _text(each) for key, each in _mapping(value).items()}
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{_brief(value)} is no text")
+    # Half a surrogate pair could not be printed.
+    value.encode()
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{_brief(value)} is not a whole number of 0 or more")
+    return value
+
+
+def _brief(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")

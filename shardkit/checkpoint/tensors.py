@@ -7,6 +7,7 @@ dtype, shape and data_offsets, then the data without holes.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ PIECE = 4 * 2**20
 # Bytes that are moved at once.
 LARGEST_HEADER = 100_000_000
 # The format's own limit.
+MOST_DIMS = 64
+# torch's own limit.
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -95,7 +98,7 @@ def read_header(storage: Storage, path: str) -> tuple[dict[str, Stored], dict[st
         fields = json.loads(_read(storage, path, 8, length))
         metadata = fields.pop("__metadata__", {})
         tensors = {name: _stored(field, 8 + length) for name, field in fields.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{storage.root}/{path}: its header cannot be read: {error}") from error
     for name, stored in tensors.items():
         if stored.offset < 8 + length or stored.offset + stored.length > size:
@@ -138,20 +141,33 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
+def shape_of(value: Any) -> tuple[int, ...]:
+    """A shape from a file, if torch can make a tensor of it.
+
+    Raises:
+        ValueError: it is none: not of whole numbers, of too many, or of more elements than can be counted.
+    """
+    if not isinstance(value, list) or len(value) > MOST_DIMS:
+        raise ValueError(f"a shape of {len(value) if isinstance(value, list) else type(value).__name__} sizes")
+    if any(type(length) is not int or not 0 <= length < 2**56 for length in value):
+        raise ValueError("a shape with a size that is no size")
+    # 0 times anything is 0, but torch multiplies the others all the same.
+    if math.prod(max(1, length) for length in value) >= 2**56:
+        raise ValueError("a shape of more elements than there can be")
+    return tuple(value)
+
+
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    size = DTYPES[dtype].itemsize
-    for length in shape:
-        size *= length
-    return size
+    return DTYPES[dtype].itemsize * math.prod(shape)
 
 
 def _stored(field: Any, first: int) -> Stored:
-    begin, end = (int(each) for each in field["data_offsets"])
-    shape = tuple(int(each) for each in field["shape"])
+    begin, end = field["data_offsets"]
+    shape = shape_of(field["shape"])
     dtype = str(field["dtype"])
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype}")
-    if any(length < 0 for length in shape) or begin < 0 or end - begin != _bytes(dtype, shape):
+    if type(begin) is not int or type(end) is not int or begin < 0 or end - begin != _bytes(dtype, shape):
         raise ValueError(f"offsets {begin} to {end} do not hold {dtype} {shape}")
     return Stored(dtype=dtype, shape=shape, offset=first + begin, length=end - begin)
 

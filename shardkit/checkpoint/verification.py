@@ -70,7 +70,7 @@ def open_verified(storage: Storage, name: str, world: World, how: Verify = "full
         return manifest
 
     manifest = agreed(world, f"{storage.root}/{name} cannot be used", look)
-    if len(set(world.gather((manifest.step, manifest.created, tuple(manifest.files))))) > 1:
+    if len(set(world.gather(manifest.digest))) > 1:
         raise CheckpointError(
             f"the ranks see different checkpoints at {storage.root}/{name}; it must be a folder that all of them share"
         )
