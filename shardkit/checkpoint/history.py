@@ -41,7 +41,7 @@ def newest(storage: Storage, world: World, how: Verify = "full") -> Found | None
     Raises:
         CheckpointError: there are some, and none verifies.
     """
-    names = world.gather([name for _, name in steps(storage)] if world.rank == 0 else [])[0]
+    names = [name for _, name in agreed_steps(storage, world)]
     broken: list[str] = []
     for name in reversed(names):
         try:
@@ -56,6 +56,16 @@ def newest(storage: Storage, world: World, how: Verify = "full") -> Found | None
             "checkpoint.resume=PATH"
         )
     return None
+
+
+def agreed_steps(storage: Storage, world: World) -> list[tuple[int, str]]:
+    """`steps` as rank 0 sees them, on every rank. A collective.
+
+    Raises:
+        CheckpointError: on all ranks: the folder cannot be read.
+    """
+    own = agreed(world, f"{storage.root} cannot be read", lambda: steps(storage) if world.rank == 0 else [])
+    return world.gather(own)[0]
 
 
 def is_checkpoint(storage: Storage, name: str = "") -> bool:
@@ -96,14 +106,14 @@ def retire(storage: Storage, *, keep_last: int | None, keep: Collection[str], wo
     if keep_last is None:
         return []
 
-    def surplus() -> list[str]:
-        return [name for _, name in steps(storage)[:-keep_last] if name not in keep]
-
-    names = world.gather(surplus() if world.rank == 0 else [])[0]
+    there = [name for _, name in agreed_steps(storage, world)]
+    names = [name for name in there[:-keep_last] if name not in keep]
     if not names:
         return []
-    last = world.gather(steps(storage)[-1][1] if world.rank == 0 else "")[0]
-    open_verified(storage, last, world)
+    try:
+        open_verified(storage, there[-1], world)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; no older checkpoint was deleted") from error
 
     def remove() -> None:
         if world.rank == 0:

@@ -7,8 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardkit.checkpoint.agreement import agreed
 from shardkit.checkpoint.history import retire
 from shardkit.checkpoint.save import Content, content_of, step_name, write_checkpoint
 from shardkit.checkpoint.shard import Part, Snapshot
@@ -40,6 +42,11 @@ class Keeper:
     ) -> None:
         self.settings = settings
         self.best = best
+        # The best score so far; a checkpoint of its step is there, or is being written.
+        self._kept = best
+        # The one whose checkpoint is on disk: the same, or the one before.
+        self._kept_then = best
+        # What that is when the save that runs has ended well.
         self._engine = engine
         self._storage = storage
         self._clock = time.monotonic()
@@ -79,20 +86,25 @@ class Keeper:
         self._clock = time.monotonic()
         begun = time.perf_counter()
         self.close()
-        keep = {step_name(self.best["step"])} if self.best else set()
-        write = functools.partial(self._write, keep=keep)
+        world = self._engine.world
+        if "best" in training:
+            # The save that was waited for may have been of the best, and have failed.
+            training = {**training, "best": self.best}
         try:
-            content = content_of(
-                self._engine, step=step, training=training, extra=[streams_part(self._engine.world.rank, streams)]
-            )
+            streamed = [streams_part(world.rank, streams)]
+            content = content_of(self._engine, step=step, training=training, extra=streamed)
+            write = functools.partial(self._write, best=self._name(self.best), kept=self._name(self._kept))
             if self._background:
-                self._background.start(content, write)
+                self._background.start(content, write, world)
             else:
-                write(content, self._engine.world)
+                write(content, world)
         except CheckpointError as error:
+            self._lost(step)
             self._tell(error)
             return False
-        self._saved = step
+        self._saved, self._kept_then = step, self.best
+        if self._background is None:
+            self._kept = self.best
         log.debug("checkpoint of step %d: training waited %.3f s", step, time.perf_counter() - begun)
         return True
 
@@ -106,12 +118,16 @@ class Keeper:
             return
         try:
             self._background.wait()
+            self._kept = self._kept_then
         except CheckpointError as error:
+            self._lost(self._saved)
             self._tell(error)
 
-    def _write(self, content: Content, world: World, keep: set[str]) -> None:
+    def _write(self, content: Content, world: World, best: str | None, kept: str | None) -> None:
         begun = time.perf_counter()
         name = write_checkpoint(self._storage, content, world, export=self.settings.export)
+        # The best before stays until the new best is on disk.
+        keep = {each for each in (name, best, None if name == best else kept) if each is not None}
         deleted = retire(self._storage, keep_last=self.settings.keep_last, keep=keep, world=world)
         if world.rank == 0:
             log.debug("saved %s in %.3f s; deleted %s", name, time.perf_counter() - begun, ", ".join(deleted) or "none")
@@ -129,6 +145,15 @@ class Keeper:
             self.best = {"metric": metric, "value": scores[metric], "step": step}
         return better
 
+    def _name(self, best: Mapping[str, Any] | None) -> str | None:
+        return None if best is None else step_name(best["step"])
+
+    def _lost(self, step: int | None) -> None:
+        """The save of `step` failed: if it was of the best, the one before is the best there is."""
+        if self.best is not None and self.best["step"] == step:
+            self.best = self._kept
+        self._kept_then, self._saved = self._kept, None
+
     def _tell(self, error: CheckpointError) -> None:
         if self.settings.on_save_error == "raise":
             raise error
@@ -145,11 +170,14 @@ class Background:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
-    def start(self, content: Content, write: Callable[[Content, World], None]) -> None:
-        """Copy `content` and write the copy."""
-        from dataclasses import replace
+    def start(self, content: Content, write: Callable[[Content, World], None], world: World) -> None:
+        """Copy `content` and write the copy.
 
-        taken = replace(content, parts=self._snapshot.take(content.parts))
+        Raises:
+            CheckpointError: on all ranks of `world`: there is no memory for the copy.
+        """
+        failed = f"checkpoint of step {content.step} was not saved"
+        taken = replace(content, parts=agreed(world, failed, lambda: self._snapshot.take(content.parts)))
 
         def run() -> None:
             try:
