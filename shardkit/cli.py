@@ -78,7 +78,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint to one safetensors file, a Hugging Face, DCP or DeepSpeed universal folder, or from those.
 
-    From DCP and DeepSpeed (ZeRO 1, 2, 3, and universal) it makes a shardkit checkpoint that any backend resumes from.
+    From DCP and DeepSpeed (ZeRO 1, 2, 3, and universal) it makes a shardkit checkpoint, for any backend.
     """
     from shardkit.checkpoint import convert as command
 

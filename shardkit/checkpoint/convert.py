@@ -20,10 +20,10 @@ from shardkit.checkpoint.foreign import dcp, universal, zero
 from shardkit.checkpoint.foreign.imported import Imported, optimizer_class, write_imported
 from shardkit.checkpoint.history import is_checkpoint, steps
 from shardkit.checkpoint.manifest import Manifest
-from shardkit.checkpoint.place import CHECKPOINTS, Place, is_local, join, one, split, there
+from shardkit.checkpoint.place import CHECKPOINTS, Place, is_local, join, one, reach, split, there
 from shardkit.checkpoint.save import step_name
 from shardkit.checkpoint.source import Source, source_of
-from shardkit.checkpoint.storage import STAGING, Storage, open_storage
+from shardkit.checkpoint.storage import STAGING, Storage
 from shardkit.checkpoint.verification import verify_files
 from shardkit.errors import CheckpointError, RequestError
 
@@ -94,8 +94,8 @@ def foreign_kind(source: str) -> Foreign | None:
     Raises:
         RequestError: there is neither.
     """
-    own = open_storage(source)
-    if is_checkpoint(own) or steps(own) or steps(open_storage(join(source, CHECKPOINTS))):
+    own = reach(source)
+    if is_checkpoint(own) or steps(own) or steps(reach(join(source, CHECKPOINTS))):
         return None
     names = own.names()
     if not is_local(source):
@@ -179,9 +179,9 @@ def _check(out: str, to: Target, options: Options) -> None:
         raise RequestError(f"--dtype is for safetensors files; --to {to} keeps the state as it is")
     if to in ("dcp", "universal") and not is_local(out):
         raise RequestError(f"{out}: --to {to} writes to a local path only; copy the folder afterwards")
-    if name in open_storage(above).names():
+    if name in reach(above).names():
         # A folder gets a checkpoint of a new name beside those in it.
-        if to == "shardkit" and not _STEP.fullmatch(name) and not is_checkpoint(open_storage(above), name):
+        if to == "shardkit" and not _STEP.fullmatch(name) and not is_checkpoint(reach(above), name):
             return
         raise RequestError(f"{out} is there already, and nothing is overwritten; give another name, or remove it first")
 
@@ -248,7 +248,7 @@ def _write_shardkit(imported: Imported, out: str, options: Options, say: Say) ->
     optimizer, notes = optimizer_class(imported, options.optimizer)
     for note in notes:
         say(note)
-    storage = open_storage(above)
+    storage = reach(above)
     if name in storage.names():
         raise RequestError(f"{join(above, name)} is there already, and nothing is overwritten; remove it first")
 
@@ -263,7 +263,7 @@ def _write(manifest: Manifest, source: Source, out: str, to: Target, options: Op
     if not weights_of(source):
         raise CheckpointError("the checkpoint holds no weights")
     above, name = split(out)
-    storage = open_storage(above)
+    storage = reach(above)
     storage.make("")
     if to == "safetensors":
         _write_file(storage, name, lambda path: export_weights(source, storage, path, dtype=options.dtype))

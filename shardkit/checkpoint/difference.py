@@ -19,6 +19,8 @@ PIECE = 2**18
 # Elements that are compared at once.
 # Training facts that say where a checkpoint was made, not what it is.
 _INCIDENTAL = {"recipe", "imported"}
+# Of these, what does not depend on the ranks.
+_ESSENTIAL = {"random": "seed", "normalization": "policy"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,14 +187,20 @@ def _options(manifest: Manifest) -> dict[str, dict[str, Any]]:
 
 
 def _training(a: Manifest, b: Manifest) -> list[str]:
-    first = {"step": a.step, **{key: value for key, value in a.training.items() if key not in _INCIDENTAL}}
-    second = {"step": b.step, **{key: value for key, value in b.training.items() if key not in _INCIDENTAL}}
-    x, y = flattened(decode(first)), flattened(decode(second))
+    x, y = flattened(decode(_essential(a))), flattened(decode(_essential(b)))
     return [
         f"{key}: {_brief(x.get(key))} in A, {_brief(y.get(key))} in B"
         for key in {**x, **y}
         if not _same(x.get(key), y.get(key), 0.0)
     ]
+
+
+def _essential(manifest: Manifest) -> dict[str, Any]:
+    found = {"step": manifest.step, **{k: v for k, v in manifest.training.items() if k not in _INCIDENTAL}}
+    for key, inner in _ESSENTIAL.items():
+        if isinstance(found.get(key), Mapping):
+            found[key] = {inner: found[key].get(inner)}
+    return found
 
 
 def flattened(value: Any, key: str = "") -> dict[str, Any]:

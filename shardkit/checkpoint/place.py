@@ -58,6 +58,18 @@ def split(path: str) -> tuple[str, str]:
     return above or ".", name
 
 
+def reach(root: str) -> Storage:
+    """The storage at a path or URL that someone typed.
+
+    Raises:
+        RequestError: its scheme is not known, or what it needs is not installed.
+    """
+    try:
+        return open_storage(root)
+    except CheckpointError as error:
+        raise RequestError(str(error)) from error
+
+
 def is_local(path: str) -> bool:
     return "://" not in path
 
@@ -72,9 +84,6 @@ def checkpoints(path: str) -> list[Place]:
         return _checkpoints(path)
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {described(error)}") from error
-    except CheckpointError as error:
-        # A URL with a scheme that is not known or not installed.
-        raise RequestError(str(error)) from error
 
 
 def one(path: str) -> Place:
@@ -101,7 +110,7 @@ def one(path: str) -> Place:
 
 def there(path: str) -> str:
     """What is at a path, for an error that says what was expected instead."""
-    storage = open_storage(path)
+    storage = reach(path)
     names = storage.names()
     if names:
         return f"it holds {_some(names)}"
@@ -110,17 +119,17 @@ def there(path: str) -> str:
     if is_local(path) and os.path.isdir(path):  # noqa: PTH112
         return "it is an empty folder"
     above, _ = split(path)
-    beside = open_storage(above).names()
+    beside = reach(above).names()
     return f"there is no such path; {above} " + (f"holds {_some(beside)}" if beside else "is empty or not there either")
 
 
 def _checkpoints(path: str) -> list[Place]:
     above, name = split(path)
-    storage = open_storage(above)
+    storage = reach(above)
     if is_checkpoint(storage, name):
         return [Place(storage=storage, name=name)]
     for folder in (path, join(path, CHECKPOINTS)):
-        inside = open_storage(folder)
+        inside = reach(folder)
         found = [Place(storage=inside, name=name) for _, name in steps(inside)]
         if found:
             return found

@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import Sequence
 
-from shardkit.checkpoint.place import is_local, one, split, there
+from shardkit.checkpoint.place import is_local, one, reach, split, there
 from shardkit.checkpoint.source import Source, source_of_files
-from shardkit.checkpoint.storage import Storage, open_storage, read_bytes
+from shardkit.checkpoint.storage import Storage, read_bytes
+from shardkit.checkpoint.verification import verify_files
 from shardkit.errors import CheckpointError, RequestError
 
 SUFFIX = ".safetensors"
@@ -32,10 +33,10 @@ def open_weights(path: str) -> Source:
         if name.endswith(_PICKLES):
             raise _is_pickle(path)
         if name.endswith(SUFFIX):
-            return _files(open_storage(above), [name], path)
+            return _files(reach(above), [name], path)
         if name.endswith(INDEX):
-            return _indexed(open_storage(above), name)
-        folder = open_storage(path)
+            return _indexed(reach(above), name)
+        folder = reach(path)
         names = folder.names()
         if "manifest.json" not in names:
             found = _hugging_face(folder, names)
@@ -50,6 +51,7 @@ def _checkpoint(path: str) -> Source:
     """The weights of a shardkit checkpoint; what else it holds means nothing to a fresh run."""
     place = one(path)
     manifest = place.manifest()
+    verify_files(place.storage, place.name, manifest, manifest.files, "size")
     entries = {key: entry for key, entry in manifest.entries.items() if key[0] not in ("optimizer", "rng")}
     return Source(storage=place.storage, folder=place.name, entries=entries, aliases=manifest.aliases)
 

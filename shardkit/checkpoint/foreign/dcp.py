@@ -353,7 +353,8 @@ def _found(value: Value, opener: Opener) -> Found:
             yield block
 
     def pieces() -> Iterator[torch.Tensor]:
-        if all(part.shape[1:] == shape[1:] for part in parts):
+        rows = [sum(part.shape[0] for part in parts[:index]) for index in range(len(parts))] if shape else []
+        if all(part.shape[1:] == shape[1:] for part in parts) and rows == [part.start[0] for part in parts if shape]:
             # Blocks of rows follow one another.
             yield from (block.contiguous().view(-1) for block in blocks())
             return

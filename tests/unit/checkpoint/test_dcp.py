@@ -19,6 +19,7 @@ from shardkit.checkpoint.difference import difference
 from shardkit.checkpoint.encoding import decode
 from shardkit.checkpoint.export import whole
 from shardkit.checkpoint.place import one
+from shardkit.checkpoint.restore import Choice, restore
 from shardkit.checkpoint.source import source_of
 from shardkit.errors import CheckpointError, RequestError
 from tests.unit.checkpoint.nets import Net, optimizer_of, trained
@@ -178,3 +179,23 @@ def test_it_goes_to_a_file_at_once(save: Save, tmp_path: Path) -> None:
     folder = convert(str(save()), str(tmp_path / "dcp"), Options(to="dcp"))
     tensors = load_file(convert(folder, str(tmp_path / "net.safetensors"), Options()))
     assert torch.equal(tensors["body.weight"], trained()[0].body.weight)
+
+
+def test_an_engine_takes_up_what_was_imported(tmp_path: Path) -> None:
+    """Names, tied names, groups and the optimizer's numbers all fit, and the next step is the same."""
+    net, engine = trained()
+    model, optimizer = taken(engine, net)
+    place = one(
+        convert(
+            str(dcp_save({"model": model, "optimizer": optimizer}, tmp_path / "dcp")), str(tmp_path / "o"), Options()
+        )
+    )
+    other, target = trained(1, seed=4)
+    manifest = place.manifest()
+    restore(target, source_of(place.storage, place.name, manifest), manifest, Choice(), target.world)
+    for each, its in ((engine, net), (target, other)):
+        torch.manual_seed(7)
+        each.backward(its(torch.randn(6, 5)).square().mean())
+        each.step()
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
