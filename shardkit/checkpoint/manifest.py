@@ -211,7 +211,7 @@ def _first_line(rest: bytes) -> bytes:
 
 def _manifest(body: dict[str, Any], digest: str) -> Manifest:
     files: dict[str, File] = {}
-    for each in body["files"]:
+    for each in _list(body["files"]):
         name = _text(each["name"])
         if not re.fullmatch(r"\w[\w.-]*", name) or name == MANIFEST:
             raise ValueError(f"{name!r} cannot be a file of a checkpoint")
@@ -220,7 +220,7 @@ def _manifest(body: dict[str, Any], digest: str) -> Manifest:
         files[name] = File(bytes=_whole(each["bytes"]), crc32=_text(each["crc32"]))
     names = list(files)
     entries: dict[Key, Entry] = {}
-    for each in body["tensors"]:
+    for each in _list(body["tensors"]):
         key = _key(each)
         if key in entries:
             raise ValueError(f"it lists {shown(key)} twice")
@@ -239,7 +239,7 @@ def _manifest(body: dict[str, Any], digest: str) -> Manifest:
         aliases=_texts(body["aliases"]),
         optimizer=_text(optimizer["class"]),
         numbers={_text(name): _mapping(values) for name, values in _mapping(optimizer["numbers"]).items()},
-        groups=[_group(each) for each in optimizer["groups"]],
+        groups=[_group(each) for each in _list(optimizer["groups"])],
         training=_mapping(body["training"]),
         digest=digest,
     )
@@ -257,7 +257,7 @@ def _entry(key: Key, tensor: Mapping[str, Any], files: Sequence[str]) -> Entry:
         raise ValueError(f"{shown(key)} has the unknown dtype {tensor['dtype']!r}")
     chunks = [
         Chunk(start=_whole(start), length=_whole(length), file=files[_whole(file)], offset=_whole(offset))
-        for start, length, file, offset in tensor["chunks"]
+        for start, length, file, offset in _list(tensor["chunks"])
     ]
     return Entry(shape=shape_of(tensor["shape"]), dtype=tensor["dtype"], chunks=tuple(chunks))
 
@@ -283,7 +283,7 @@ def _check_room(entries: Mapping[Key, Entry], files: Mapping[str, File]) -> None
 
 
 def _group(value: Any) -> dict[str, Any]:
-    names = [_text(name) for name in value["parameters"]]
+    names = [_text(name) for name in _list(value["parameters"])]
     return {**_mapping(value), "parameters": names, "options": _mapping(value["options"])}
 
 
@@ -291,6 +291,12 @@ def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{_brief(value)} is no mapping")
     check_depth(value)
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{_brief(value)} is no list")
     return value
 
 
