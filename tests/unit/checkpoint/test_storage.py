@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Spy:
             result = real(*args, **kwargs)
             if name == "fsync":
                 # What is on disk is what the file has now.
-                path = Path(os.readlink(f"/proc/self/fd/{args[0]}"))
+                path = Path(f"/proc/self/fd/{args[0]}").readlink()
                 self.events.append(("fsync", self._short(path), os.fstat(args[0]).st_size if path.is_file() else -1))
             elif name != "open":
                 self.events.append((name, self._short(args[0]), self._short(args[1])))
@@ -103,7 +104,7 @@ def test_a_folder_that_knows_no_fsync_will_do(engine: Any, tmp_path: Path, monke
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
-        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir():
+        if Path(f"/proc/self/fd/{descriptor}").readlink().is_dir():
             raise OSError(errno.EINVAL, "Invalid argument")
         real(descriptor)
 
@@ -360,10 +361,8 @@ def test_a_remote_checkpoint_survives_its_replacement_wherever_it_ends(
         assert isinstance(storage, RemoteStorage)
         with pytest.MonkeyPatch.context() as patch:
             stops = Stops(patch, storage, at, error)
-            try:
+            with suppress(Died, CheckpointError):
                 write_checkpoint(storage, content, ALONE)
-            except (Died, CheckpointError):
-                pass
             ended = stops.seen < at
         open_storage(remote).clean()
         assert open_storage(remote).names() == ["latest", "step-00000007", "step-00000008"], at
