@@ -102,12 +102,12 @@ def load_checkpoint(
     world = engine.world
     found = asked_for(fspath(path), world, "full")
     saved = decode(dict(found.manifest.training))
-    norms = saved["normalization"]
+    norms = saved.get("normalization")
     notes = agreed(world, "the checkpoint does not fit", lambda: check_norms(norms, engine.norms.applied.to_json()))
     source = source_of(found.storage, found.name, found.manifest)
     choice = Choice(strict=strict, include=include, exclude=exclude, cast=cast, groups=groups)
     notes += restore(engine, source, found.manifest, choice, world).notes
-    ranks = saved["random"]["world_size"]
+    ranks = (saved.get("random") or {}).get("world_size", 0)
     if not agreed(world, "the random streams were not loaded", lambda: restore_streams(source, ranks, world)):
         notes.append(f"random streams go on as they are: the checkpoint has those of {ranks} ranks")
     return Loaded(step=found.manifest.step, training=saved.get("own", saved), notes=(*found.broken, *notes))

@@ -21,6 +21,7 @@ from shardkit.errors import CheckpointError
 from shardkit.world import World
 
 # How an optimizer computes, not what: the recipe's hold.
+STRUCTURE = ("amsgrad", "centered")
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
 
 
@@ -207,7 +208,9 @@ def _optimizer(
             "; ".join([*gaps, "load.strict=false lets the first start without state, and drops the second"])
         )
     restored.notes += gaps
-    if choice.groups == "checkpoint":
+    if choice.groups == "recipe":
+        _refuse_structure(engine, manifest)
+    else:
         _set_options(engine, manifest, {live: saved[n] for live, n in canonical.items() if n in saved}, restored)
     kept = {live: _described(manifest, name) for live, name in canonical.items()}
     return {live: state for live, state in kept.items() if state is not None}
@@ -274,6 +277,22 @@ def _set_options(engine: Engine, manifest: Manifest, saved: Mapping[str, int], r
                 group[key] = value
         if given and "initial_lr" not in given and "lr" in given and group.get("initial_lr") is not None:
             group["initial_lr"] = given["lr"]
+
+
+def _refuse_structure(engine: Engine, manifest: Manifest) -> None:
+    """Options that decide which tensors there are cannot be the recipe's.
+
+    Raises:
+        CheckpointError: one of them has changed.
+    """
+    for key in STRUCTURE:
+        was = {decode(group["options"]).get(key) for group in manifest.groups}
+        now = {group.get(key) for group in engine.optimizer.param_groups}
+        if was != now:
+            raise CheckpointError(
+                f"the optimizer's {key} is {listed(sorted(map(str, now)))} here and {listed(sorted(map(str, was)))} in "
+                "the checkpoint, and decides what state there is; keep it"
+            )
 
 
 _ADVICE = "keep the parameter groups, or take the recipe's options with load.groups=recipe"

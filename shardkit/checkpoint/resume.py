@@ -84,9 +84,11 @@ def resume_from(
         CheckpointError: it does not fit this run; see `restore`, `position_in`, `check_norms`.
     """
     manifest, source = found.manifest, source_of(found.storage, found.name, found.manifest)
-    saved = decode(dict(manifest.training))
+    saved = {"step": manifest.step, **decode(dict(manifest.training))}
     notes = [f"{broken}; an older one is used" for broken in found.broken]
-    notes += agreed(world, "the checkpoint does not fit", lambda: check_norms(saved["normalization"], _norms(engine)))
+    notes += agreed(
+        world, "the checkpoint does not fit", lambda: check_norms(saved.get("normalization"), _norms(engine))
+    )
     position, changed = agreed(world, "the checkpoint does not fit", lambda: position_in(saved, order))
     notes += changed
     restored = restore(engine, source, manifest, choice, world)
@@ -95,12 +97,12 @@ def resume_from(
     notes += agreed(
         world,
         "the checkpoint does not fit",
-        lambda: restore_scheduler(scheduler, saved["scheduler"], engine.optimizer, replay=replay),
+        lambda: restore_scheduler(scheduler, saved.get("scheduler"), engine.optimizer, replay=replay),
     )
     notes += agreed(
         world,
         "the random streams were not loaded",
-        lambda: _streams(source, saved["random"], position, seed, world),
+        lambda: _streams(source, saved.get("random") or {}, position, seed, world),
     )
     aside = supersede(own, position.step, world)
     if aside:
@@ -113,7 +115,7 @@ def resume_from(
         )
         for note in notes:
             log.warning("shardkit: resume: %s", note)
-    return Resumed(position=position, best=saved["best"], checkpoint=where)
+    return Resumed(position=position, best=saved.get("best"), checkpoint=where)
 
 
 def start_from(source: Source, where: str, engine: Engine, choice: Choice, world: World) -> None:
@@ -175,12 +177,12 @@ def restore_streams(source: Source, world_size: int, world: World) -> bool:
 
 def _streams(source: Source, saved: dict[str, Any], position: Position, seed: int, world: World) -> list[str]:
     """Random streams: those that were saved, or others when the number of ranks is another."""
-    if saved["seed"] == seed and restore_streams(source, saved["world_size"], world):
+    ranks = saved.get("world_size", 0)
+    if saved.get("seed") == seed and restore_streams(source, ranks, world):
         return []
     seed_apart(seed, world.rank, position.step)
-    what = (
-        f"there are {world.size} ranks, and the checkpoint had {saved['world_size']}"
-        if saved["seed"] == seed
-        else f"the seed is {seed}, and the checkpoint had {saved['seed']}"
-    )
+    if saved.get("seed") == seed:
+        what = f"there are {world.size} ranks, and the checkpoint had {ranks}"
+    else:
+        what = f"the seed is {seed}, and the checkpoint has {saved.get('seed', 'none')}"
     return [f"random streams begin anew from (seed, step, rank), for dropout and the like: {what}"]

@@ -73,6 +73,11 @@ def position_in(saved: Mapping[str, Any], order: GlobalOrder) -> tuple[Position,
     Raises:
         CheckpointError: in the middle of an epoch whose order is another now: items would be seen twice or never.
     """
+    if "data" not in saved:
+        # Of a loop of one's own, or converted from another library.
+        return Position(step=saved["step"]), [
+            "the checkpoint does not say where in the data it was made: the data begin anew"
+        ]
     position = Position(step=saved["step"], epoch=saved["epoch"], samples=saved["samples"])
     was, notes = saved["data"], []
     other = [
@@ -146,12 +151,14 @@ def restore_scheduler(
 _MOVING = {"last_epoch", "num_bad_epochs", "cooldown_counter", "best", "T_cur", "T_i", "base_lrs"}
 
 
-def check_norms(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare what the normalization policy made of each layer with what it is in the checkpoint.
+def check_norms(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
+    """Compare what the normalization policy made of each layer with what it is in the checkpoint, if it says so.
 
     Raises:
         CheckpointError: a layer is of another kind, so that its weights mean something else.
     """
+    if saved is None:
+        return []
     before, here = _layers(saved), _layers(now)
     other = [
         f"{name} was {before[name]} and is {here[name]}"

@@ -22,8 +22,8 @@ from shardkit.engines.whole import pieces
 from shardkit.errors import EngineError
 from shardkit.world import World
 
-# Elements compared at a time: a cast of them is all the memory it takes.
-COMPARED = 4 * 2**20
+# Elements compared or gathered at a time: a copy of them is all the memory it takes.
+AT_ONCE = 4 * 2**20
 
 
 class Piece(NamedTuple):
@@ -217,12 +217,15 @@ class Partitions:
 
     def _replace_state(self, group: FlatGroup, kept: OptimizerState | None) -> None:
         state = self.zero.optimizer.state
-        state.pop(group.master, None)
+        before = state.pop(group.master, {})
         if kept is None:
             return
         made: dict[str, Any] = {}
         for key, (_, dtype) in kept.tensors.items():
-            made[key] = torch.zeros_like(group.master, dtype=dtype, requires_grad=False)
+            there = before.get(key)
+            # Used again: DeepSpeed's views of it would keep it alive beside a new one.
+            reused = is_tensor(there) and there.shape == group.master.shape and there.dtype == dtype
+            made[key] = there.zero_() if reused else torch.zeros_like(group.master, dtype=dtype, requires_grad=False)
         for key, value in kept.scalars.items():
             made[key] = placed(key, value, group.options, group.master.device)
         state[group.master] = made
@@ -237,11 +240,30 @@ class Partitions:
             # Gathers the parameters that stay whole.
             zero.checkpoint_event_epilogue()
             return
-        zero.update_lp_params()
+        self._gather_low_precision()
         # DeepSpeed's own views of the optimizer's state are of the dropped one; else it makes them at the next step.
         zero._hp_optimizer_states_linked = False
         if all(group.master in zero.optimizer.state for group in self._groups()):
             zero._lazy_init_hp_params_optimizer_state()
+
+    def _gather_low_precision(self) -> None:
+        """What DeepSpeed's update_lp_params does, in pieces: at once, gloo takes twice the whole weights for it."""
+        zero = self.zero
+        groups = zip(
+            zero.parallel_partitioned_bit16_groups,
+            zero.single_partition_of_fp32_groups,
+            zero.real_dp_process_group,
+            strict=True,
+        )
+        for partitions, master, ranks in groups:
+            own = partitions[torch.distributed.get_rank(ranks)].data
+            own.copy_(master.data)
+            if len(partitions) == 1:
+                continue
+            for start in range(0, own.numel(), AT_ONCE):
+                length = min(AT_ONCE, own.numel() - start)
+                parts = [partition.data.narrow(0, start, length) for partition in partitions]
+                torch.distributed.all_gather(parts, own.narrow(0, start, length), group=ranks)
 
     def _moved(self) -> set[str]:
         """The parameters that some window gave a gradient: those with a tensor that is not zero, on any rank."""
@@ -273,7 +295,7 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 
 def _equal(live: torch.Tensor, master: torch.Tensor) -> bool:
-    for part, wanted in zip(live.split(COMPARED), master.split(COMPARED), strict=True):
+    for part, wanted in zip(live.split(AT_ONCE), master.split(AT_ONCE), strict=True):
         cast = wanted.to(device=part.device, dtype=part.dtype)
         # NaN is not equal to itself.
         if not torch.equal(part, cast) and not torch.isclose(part, cast, rtol=0, atol=0, equal_nan=True).all():

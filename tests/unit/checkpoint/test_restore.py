@@ -192,6 +192,14 @@ def test_another_optimizer_is_refused(trained: tuple[Any, str]) -> None:
     assert "the checkpoint's optimizer is torch.optim.adamw.AdamW, and this run's torch.optim.sgd.SGD" in message
 
 
+def test_options_that_decide_what_state_there_is_cannot_change(trained: tuple[Any, str]) -> None:
+    _, path = trained
+    other = open_single(net(), lambda named: torch.optim.AdamW([p for _, p in named], lr=0.01, amsgrad=True))
+    assert "amsgrad is True here and False in the checkpoint" in refused(other, path, groups="recipe")
+    assert any("amsgrad is False" in note for note in shardkit.load_checkpoint(other, path).notes)
+    step(other)
+
+
 def frozen_net(seed: int = 0) -> nn.Module:
     model = net(seed)
     model[0].requires_grad_(False)  # type: ignore[index, operator]

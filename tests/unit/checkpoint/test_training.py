@@ -218,3 +218,9 @@ def test_small_tensors_nan_and_numpy_numbers_come_back() -> None:
 def test_what_is_no_data_is_refused(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"here is a .*cannot be stored without a pickle"):
         encode(value, "here")
+
+
+def test_a_checkpoint_that_says_nothing_of_the_data_begins_them_anew() -> None:
+    position, notes = position_in({"step": 7, "imported": {}}, order())
+    assert position == Position(step=7) and "the data begin anew" in notes[0]
+    assert check_norms(None, report("keep")) == []
