@@ -5,7 +5,9 @@
 
 50 million parameters in odd sizes (fp32, AdamW: 601 MB of state), two ranks on gloo, one local disk. A repeat times all
 contestants of a backend once, in turn, after a sync; a ratio is of one repeat, and its median and range are over the
-repeats. Memory is the highest resident size during the call (VmHWM) less that before it.
+repeats. "async waits" is what training waits for an asynchronous save, to what it waits for a synchronous one; both
+with the reading back and deleting of keep_last. Memory is the highest resident size during the call (VmHWM) less that
+before it.
 """
 
 from __future__ import annotations
@@ -117,13 +119,17 @@ def rank_main(rank: int, backend: str, folder: str, repeats: int, results: Any) 
         dist.all_gather_object(everyone, (measured.seconds, measured.memory))
         found.setdefault(name, []).append((max(s for s, _ in everyone), max(m for _, m in everyone)))
 
-    behind = Keeper(engine, open_storage(str(place / "behind")), Checkpoint(asynchronous=True, keep_last=1))
+    behind, before = (
+        Keeper(engine, open_storage(str(place / str(asynchronous))), Checkpoint(asynchronous=asynchronous, keep_last=1))
+        for asynchronous in (True, False)
+    )
     behind.save(1, {}, b"{}")  # The host memory of snapshots is made once.
     behind.close()
     for repeat in range(repeats):
         for name, action in contestants(backend, engine, place).items():
             measure(name, action)
         measure("ours, load", lambda: void(shardkit.load_checkpoint(engine, place / "ours")))
+        measure("ours, waiting for a save", lambda: void(before.save(2 + repeat, {}, b"{}")))  # noqa: B023
         measure("ours, waiting for an asynchronous save", lambda: void(behind.save(2 + repeat, {}, b"{}")))  # noqa: B023
         behind.close()
     if rank == 0:
@@ -166,7 +172,7 @@ def main() -> None:
         result = run(backend, repeats)
         found = result["found"]
         waited = found["ours, waiting for an asynchronous save"]
-        waits = [ours[0] / whole[0] for ours, whole in zip(waited, found["ours"], strict=True)]
+        waits = [ours[0] / whole[0] for ours, whole in zip(waited, found["ours, waiting for a save"], strict=True)]
         print(
             f"| {backend} | {max(m for _, m in found['ours']):.0f} | {max(m for _, m in found['ours, load']):.0f} | "
             f"{result['written']:.0f} | {max(result['shards']):.0f} | {median(waits):.3f} |",

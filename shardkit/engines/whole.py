@@ -5,6 +5,7 @@ They hold each parameter as a tensor (or a DTensor) of its own, unlike flat part
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import get_total_norm
 
 from shardkit.engines.api import Interval, Kind, NamedParameters, OptimizerState, Precision, Scalar, StepReport
@@ -142,7 +144,7 @@ def pieces(kind: Kind, name: str, state: str | None, tensor: torch.Tensor, world
     """A plain tensor as one whole interval, a copy a rank; a DTensor as the runs of its block that are contiguous."""
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
-        local, offset = tensor.to_local(), _offset(tensor)
+        local, offset = tensor.to_local(), _offset(tensor.shape, tensor.device_mesh, tensor.placements)
         copy, copies = _copy(tensor)
     else:
         local, offset = tensor, (0,) * len(shape)
@@ -192,11 +194,12 @@ def _runs(
         yield index, corner + sum(i * stride for i, stride in zip(index, strides, strict=False))
 
 
-def _offset(tensor: DTensor) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def _offset(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """Where a rank's block of a DTensor begins; kept, because every moment of a parameter is asked for the same."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset)
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
 def _copy(tensor: DTensor) -> tuple[int, int]:
