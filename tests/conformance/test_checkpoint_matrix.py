@@ -1,6 +1,6 @@
 """Saved on any backend and world, resumed on any other: the state is the same bits, the curve goes on.
 
-The whole matrix, with its table: `python -m pytest tests/conformance/test_checkpoint_matrix.py --table docs/...md`.
+The whole matrix, with its table: `python -m pytest tests/conformance/test_checkpoint_matrix.py --table docs/checkpoints.md`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_the_whole_matrix(
     matrix.resume(ALL)
     table = request.config.getoption("--table")
     if table:
-        Path(table).write_text(as_table(matrix), encoding="utf-8")
+        write_table(Path(table), as_table(matrix))
     assert len(matrix.cells) == len(ALL) ** 2 == 41**2
     matrix.check(LOSS)
 
@@ -118,6 +118,14 @@ def test_bf16_masters_are_the_same_bits(launch_ranks: Callable[..., list[Any]], 
         relative(one["after"], other["after"]) for one in matrix.sources.values() for other in matrix.sources.values()
     ]
     matrix.check(max(2e-3, 2 * max(apart)))
+
+
+def write_table(path: Path, table: str) -> None:
+    """Put the table between its marks, if the file has them, else into a file of its own."""
+    begin, end = "<!-- matrix -->\n", "<!-- /matrix -->"
+    text = path.read_text(encoding="utf-8") if path.exists() else begin + end
+    before, rest = text.split(begin)
+    path.write_text(before + begin + table + end + rest.split(end)[1], encoding="utf-8")
 
 
 def as_table(matrix: Matrix) -> str:
