@@ -23,6 +23,7 @@ ORDER = [
     ["launch"],
     ["train"],
     ["doctor"],
+    ["compare"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -1,0 +1,87 @@
+"""The arms of a comparison: a recipe and settings over it, each run as a job of its own."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardkit.engines import registry
+from shardkit.errors import RequestError
+from shardkit.recipe.load import Loaded, load
+
+_NAME = re.compile(r"\w[\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmRequest:
+    """What one arm runs."""
+
+    name: str
+    # Of its folder, and in reports.
+    recipe: str
+    overrides: tuple[str, ...]
+
+    def load(self, *more: str) -> Loaded:
+        """Its recipe, resolved.
+
+        Raises:
+            RecipeError: all its problems.
+        """
+        return load(self.recipe, [*self.overrides, *more], options_of=registry.options_of)
+
+    def command(self, *more: str) -> str:
+        """What a person types to run it."""
+        return shlex.join(["python", "-m", "shardkit.launch", self.recipe, *self.overrides, *more])
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "overrides": list(self.overrides)}
+
+
+def arms_of(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    backends: Sequence[str] = (),
+    arms: Sequence[str] = (),
+    versus: Sequence[str] = (),
+) -> list[ArmRequest]:
+    """The arms a command line asks for, the first of them the reference.
+
+    Args:
+        recipe: path of the recipe.
+        overrides: `key=value` for every arm.
+        backends: an arm each.
+        arms: "NAME: key=value key=value", an arm each with settings of its own.
+        versus: other recipes, an arm each.
+
+    Raises:
+        RequestError: an arm has no name, or two have the same, or there are less than two.
+    """
+    common = tuple(overrides)
+    found = [ArmRequest(name=name, recipe=recipe, overrides=(*common, f"backend={name}")) for name in backends]
+    if not backends:
+        found.append(ArmRequest(name=_stem(recipe), recipe=recipe, overrides=common))
+    for text in arms:
+        name, _, settings = text.partition(":")
+        if not _NAME.fullmatch(name.strip()) or "=" not in settings:
+            raise RequestError(f"--arm {text!r} is no arm; expected 'NAME: key=value key=value'")
+        found.append(ArmRequest(name=name.strip(), recipe=recipe, overrides=(*common, *shlex.split(settings))))
+    found += [ArmRequest(name=_stem(other), recipe=other, overrides=common) for other in versus]
+    names = [arm.name for arm in found]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise RequestError(f"two arms are named {', '.join(doubled)}; give each a name of its own with --arm")
+    if len(found) < 2:
+        raise RequestError(
+            "there is nothing to compare with: name two or more with --backends a,b, --arm 'NAME: key=value', or --vs "
+            "other-recipe.yaml"
+        )
+    return found
+
+
+def _stem(recipe: str) -> str:
+    name = recipe.replace("\\", "/").rsplit("/", 1)[-1].rsplit(".", 1)[0]
+    return re.sub(r"[^\w.-]", "-", name) or "recipe"
