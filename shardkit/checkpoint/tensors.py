@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -122,6 +122,15 @@ def write_tensor(file: BinaryIO, tensor: torch.Tensor, checksum: int) -> int:
     for memory in host_pieces(tensor):
         checksum = write(file, memory, checksum)
     return checksum
+
+
+def write_whole(storage: Storage, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write whole tensors to a safetensors file that any reader opens."""
+    rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with storage.create(path) as file:
+        checksum = write(file, memoryview(header(rows, {"format": "pt"})[0]))
+        for tensor in tensors.values():
+            checksum = write_tensor(file, tensor.detach().reshape(-1), checksum)
 
 
 def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:

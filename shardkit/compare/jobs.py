@@ -1,4 +1,4 @@
-"""The jobs of a comparison: every repeat of every arm as a launch of its own, in turn, each gone on with when cut off."""
+"""The jobs of a comparison: each repeat of each arm as a launch of its own, in turn, gone on with when cut off."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from shardkit.recipe.schema import Recipe
 
 
 def seed_name(recipe: Recipe) -> str | None:
-    """The file name of a recipe's initial weights, the same for the same model and seed; None where it names its own."""
+    """The file of a recipe's initial weights, the same for one model and seed; None where the recipe names its own."""
     if recipe.init_from is not None:
         return None
     text = json.dumps([asdict(recipe)["model"], recipe.seed], sort_keys=True, default=str)

@@ -1,0 +1,300 @@
+"""The commands `shardkit compare` and `shardkit check`: jobs in turn, then what they show."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardkit.compare import check as checking
+from shardkit.compare.arms import ArmRequest, arms_of
+from shardkit.compare.jobs import Job, in_turn, plan, run
+from shardkit.compare.results import Arm, Comparison, Run, read_arm, read_run
+from shardkit.compare.seed import write_seed
+from shardkit.compare.watching import watching
+from shardkit.engines import registry
+from shardkit.errors import RequestError
+from shardkit.recipe.load import load
+
+FAILED, DIFFERENT = 1, 5
+# Exit codes: an arm did not run to its end; the arms are not equivalent.
+AGAIN = "again"
+# Folder of the reference's further run, which shows how far it is from itself.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What `shardkit compare` was asked for."""
+
+    recipe: str
+    overrides: Sequence[str] = ()
+    backends: Sequence[str] = ()
+    arms: Sequence[str] = ()
+    versus: Sequence[str] = ()
+    repeats: int = 3
+    steps: int | None = None
+    output: Path | None = None
+
+
+def compare(wanted: Wanted) -> int:
+    """Run the arms in turn, judge, write the report; the exit code.
+
+    Raises:
+        RequestError: an arm's recipe has problems, or the folder holds something else; nothing was started.
+    """
+    requests = arms_of(
+        wanted.recipe, wanted.overrides, backends=wanted.backends, arms=wanted.arms, versus=wanted.versus
+    )
+    if wanted.repeats < 1:
+        raise RequestError(f"--repeats {wanted.repeats} compares nothing; expected 1 or more")
+    loaded = _checked(requests)
+    folder = wanted.output or Path("runs") / "compare" / time.strftime("%Y%m%d-%H%M%S")
+    plan(folder, requests, {"repeats": wanted.repeats, "steps": wanted.steps})
+    seeds = {arm.name: write_seed(loaded[arm.name].recipe, folder) for arm in requests}
+
+    def job(arm: ArmRequest, repeat: int, name: str | None = None) -> Job:
+        recipe = loaded[arm.name].recipe
+        total = recipe.train.max_steps or wanted.steps or 0
+        early = wanted.steps is not None and (recipe.train.max_steps is None or wanted.steps < recipe.train.max_steps)
+        return Job(
+            arm=arm,
+            repeat=repeat,
+            folder=folder / arm.name / (name or f"repeat-{repeat}"),
+            steps=min(total, wanted.steps or total),
+            settings=(
+                *([f"train.stop_at_step={wanted.steps}"] if early else []),
+                *([f"init_from={seeds[arm.name]}", "load.strict=false"] if seeds[arm.name] else []),
+                "metrics.every=1",
+                "metrics.profile=true",
+            ),
+        )
+
+    jobs = list(in_turn(requests, wanted.repeats, job))
+    if wanted.repeats == 1:
+        jobs.append(job(requests[0], 1, AGAIN))
+    with watching(jobs) as watcher:
+        failures = run(jobs, watcher)
+    noise = [_ended(job) for job in jobs if job.folder.name == AGAIN]
+    arms = [
+        replace(
+            read_arm(arm.name, [each.folder for each in jobs if each.arm is arm and each.folder.name != AGAIN]),
+            command=arm.command(*jobs[index].settings),
+            explanation=_explanation(loaded[arm.name]),
+            runs=[_ended(each) for each in jobs if each.arm is arm and each.folder.name != AGAIN],
+        )
+        for index, arm in enumerate(requests)
+    ]
+    return _report(arms, noise or None, wanted.steps, folder, failed=bool(failures))
+
+
+def compare_runs(folders: Sequence[str], output: Path | None) -> int:
+    """Judge runs that have ended, the first of them the reference; the exit code.
+
+    Raises:
+        RequestError: there is no run in one of the folders, or less than two.
+    """
+    paths = [Path(folder) for folder in folders]
+    for path in paths:
+        if not (path / "metrics.jsonl").is_file():
+            raise RequestError(f"{str(path)!r} holds no run: there is no metrics.jsonl in it")
+    if len(paths) < 2:
+        raise RequestError("one run cannot be compared; name two or more run folders")
+    names = _names(paths)
+    arms = [read_arm(name, [path]) for name, path in zip(names, paths, strict=True)]
+    arms = [replace(arm, runs=[_whole(run) for run in arm.runs]) for arm in arms]
+    folder = output or Path("runs") / "compare" / time.strftime("%Y%m%d-%H%M%S")
+    return _report(arms, None, None, folder, failed=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What `shardkit check` was asked for."""
+
+    recipe: str
+    overrides: Sequence[str] = ()
+    backends: Sequence[str] = ()
+    world_sizes: Sequence[int] = (1, 2)
+    output: Path | None = None
+    as_json: bool = False
+
+
+def check(wanted: Checked) -> int:
+    """Prove on the recipe's own model and data that backends agree with one process; the exit code.
+
+    Raises:
+        RequestError: the recipe has problems, or cannot be cut as it must be; nothing was started.
+    """
+    backends = list(wanted.backends) or [
+        load(wanted.recipe, wanted.overrides, options_of=registry.options_of).recipe.backend.name
+    ]
+    reference = checking.Place(backend=checking.REFERENCE, world_size=1)
+    again = replace(reference, again=True)
+    places = [checking.Place(backend=b, world_size=w) for b in backends for w in wanted.world_sizes]
+    requests = {
+        place: ArmRequest(
+            name=place.name, recipe=wanted.recipe, overrides=(*wanted.overrides, f"backend={place.backend}")
+        )
+        for place in (reference, again, *places)
+    }
+    recipes = {place: request.load() for place, request in requests.items()}
+    recipe = recipes[reference].recipe
+    folder = wanted.output or Path("runs") / "check" / time.strftime("%Y%m%d-%H%M%S")
+    facts = {"world_sizes": list(wanted.world_sizes), "check": True}
+    items, dropout, norms = _facts(recipe)
+    for place in places:
+        checking.micro_batch_size(recipe.batch.global_batch_size, recipe.batch.micro_batch_size, place.world_size)
+    plan(folder, list(requests.values()), facts)
+    seed = write_seed(recipe, folder)
+    more = [f"init_from={seed}", "load.strict=false"] if seed else []
+
+    def jobs(kind: str, clip: float | None) -> list[Job]:
+        return [
+            checking.make_job(
+                wanted.recipe,
+                wanted.overrides,
+                place,
+                folder,
+                kind,
+                [*checking.probe_settings(recipe, place.world_size, items, kind=kind, clip=clip), *more],
+            )
+            for place in (reference, again, *places)
+        ]
+
+    failures: dict[tuple[str, int], str] = {}
+    first = jobs("gradient", None)
+    with watching(first) as watcher:
+        failures |= run(first, watcher)
+    if (reference.name, 1) in failures:
+        print(f"the reference itself failed: {failures[reference.name, 1]}", file=sys.stderr)
+        return FAILED
+    # Clipping must be on: at half of what the first gradient is, where the recipe does not clip.
+    norm = checking.norm_of(folder / reference.name / "gradient")
+    second = jobs("steps", None if recipe.train.max_grad_norm is not None else norm / 2)
+    with watching(second) as watcher:
+        failures |= run(second, watcher)
+    return _findings(wanted, folder, reference, again, places, failures, dropout=dropout, norms=norms)
+
+
+def _findings(
+    wanted: Checked,
+    folder: Path,
+    reference: checking.Place,
+    again: checking.Place,
+    places: list[checking.Place],
+    failures: dict[tuple[str, int], str],
+    *,
+    dropout: bool,
+    norms: bool,
+) -> int:
+    from shardkit.checkpoint.weights import open_weights
+
+    recipe = load(wanted.recipe, wanted.overrides, options_of=registry.options_of).recipe
+    seeds = sorted(folder.glob("seed-*.safetensors"))
+    start = open_weights(str(seeds[0])) if seeds else None
+    itself = checking.compare_place(folder, again, reference, start, recipe.train.precision)
+    found = []
+    for place in places:
+        error = failures.get((place.name, 1), "")
+        if error:
+            found.append(checking.Finding(place=place, error=error, errors={}))
+        else:
+            found.append(checking.compare_place(folder, place, reference, start, recipe.train.precision))
+    causes = {
+        each.place.name: checking.cause(
+            each, noisy=not itself.agrees, norms=norms, dropout=dropout, precision=recipe.train.precision
+        )
+        for each in found
+        if each.first
+    }
+    report = {
+        "reference": {**itself.to_json(), "place": reference.name},
+        "places": [{**each.to_json(), "cause": causes.get(each.place.name)} for each in found],
+    }
+    (folder / "check.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report) if wanted.as_json else checking.table(itself, found, causes))
+    if any(each.error for each in found):
+        return FAILED
+    return 0 if all(each.agrees for each in found) else DIFFERENT
+
+
+def _report(arms: list[Arm], noise: list[Run] | None, steps: int | None, folder: Path, *, failed: bool) -> int:
+    from shardkit.compare.report import render, table
+    from shardkit.compare.verdict import verdicts
+
+    comparison = Comparison(arms=arms, reference=arms[0].name, noise=noise, steps=steps)
+    folder.mkdir(parents=True, exist_ok=True)
+    judged = verdicts(comparison)
+    print(table(comparison, judged))
+    render(comparison, folder)
+    print(f"report: {folder / 'report.html'}, report.md, report.json", file=sys.stderr)
+    if failed:
+        return FAILED
+    return 0 if all(each.outcome == "equivalent" for each in judged.values()) else DIFFERENT
+
+
+def _checked(requests: Sequence[ArmRequest]) -> dict[str, Any]:
+    """Every arm's recipe, checked as a launch checks it, before anything is started.
+
+    Raises:
+        RequestError: what is wrong with each, one a line, with its arm.
+    """
+    from shardkit.launch import preflight
+
+    loaded, problems = {}, []
+    for arm in requests:
+        try:
+            loaded[arm.name] = arm.load()
+            preflight.check(loaded[arm.name])
+        except RequestError as error:
+            problems += [f"arm {arm.name}: {line}" for line in str(error).splitlines()]
+    if problems:
+        raise RequestError("\n".join(problems))
+    return loaded
+
+
+def _facts(recipe: Any) -> tuple[int, bool, bool]:
+    """(items of the training data, whether the model drops out, whether BatchNorm sees a rank's micro-batch)."""
+    from torch import nn
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    from shardkit.data.loader import num_items
+    from shardkit.recipe.build import build
+
+    modules: list[nn.Module] = list(build(recipe.model).modules())
+    dropout = any(isinstance(m, _DropoutNd) and m.p > 0 for m in modules)
+    kept = recipe.normalization.policy in ("keep", "sync", "deferred", "auto")
+    norms = kept and any(isinstance(m, _BatchNorm) for m in modules)
+    return num_items(build(recipe.data.train)), dropout, norms
+
+
+def _explanation(loaded: Any) -> dict[str, Any] | None:
+    from shardkit.explain.explain import explain
+
+    (found,) = explain(loaded, [loaded.recipe.backend.name], None)
+    return found.to_json()
+
+
+def _ended(job: Job) -> Run:
+    return _whole(read_run(job.folder))
+
+
+def _whole(run: Run) -> Run:
+    """A run that stopped where it was asked to has come to its end."""
+    return replace(run, status="completed") if run.status == "stopped" and run.error is None else run
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Short names that tell run folders apart."""
+    for depth in range(1, 8):
+        names = ["/".join(path.absolute().parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+__all__ = ["Checked", "Wanted", "check", "compare", "compare_runs"]
