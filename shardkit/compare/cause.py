@@ -1,0 +1,128 @@
+"""Why two arms probably differ: the settings they do not share, the likeliest first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardkit.compare.equivalence import Equivalence
+from shardkit.compare.results import Arm
+from shardkit.compare.settings import Setting, differences, facts
+
+NOTHING = "no setting differs: non-determinism, or a fault of a backend; `shardkit check` names the first tensor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A cause, and the settings that make it probable."""
+
+    cause: str
+    keys: str
+    # Expression for the keys of settings that differ.
+    applies: Callable[[dict[str, str], dict[str, str]], bool] = lambda reference, arm: True
+    # Given all settings of both.
+
+
+def _has_batch_norm(reference: dict[str, str], arm: dict[str, str]) -> bool:
+    """Whether statistics depend on how the batch is cut: not known to be absent, and left to a micro-batch."""
+    told = [value for known in (reference, arm) for key, value in known.items() if "norm" in key.lower()]
+    shows_batch_norm = any("batchnorm" in value.lower().replace(" ", "") for value in told)
+    explained = any(key.startswith("explain: ") and "layers" in key for known in (reference, arm) for key in known)
+    by_micro_batch = any(
+        known.get("normalization.policy", "keep") in {"keep", "sync", "deferred", "auto"} for known in (reference, arm)
+    )
+    return by_micro_batch and (shows_batch_norm or not explained)
+
+
+def _drops_out(reference: dict[str, str], arm: dict[str, str]) -> bool:
+    return any(
+        _positive(value)
+        for known in (reference, arm)
+        for key, value in known.items()
+        if re.search(r"drop(out|_path)|(^|\.)p?drop(?!_last)", key)
+    )
+
+
+def _positive(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return text == "true"
+
+
+# What changes the maths whatever the model, before what changes it for some models only.
+RULES = (
+    Rule(cause="another data order", keys=r"^data\.train\.|^data\.(shuffle|drop_last|collate)$"),
+    Rule(cause="another seed: other initial weights or another data order", keys=r"^seed$"),
+    Rule(cause="another model", keys=r"^model\.(?!.*drop)"),
+    Rule(cause="another loss", keys=r"^loss(\.|$)|explain: .*loss"),
+    Rule(cause="another global batch size", keys=r"^batch\.global_batch_size$"),
+    Rule(
+        cause="precision: another compute or reduction dtype",
+        keys=r"^train\.precision$|explain: .*(dtype|compute|reduce|master)",
+    ),
+    Rule(cause="clipping of gradients", keys=r"^train\.max_grad_norm$|explain: .*clip"),
+    Rule(
+        cause="the learning-rate schedule",
+        keys=r"^scheduler(\.|$)|^optimizer\.lr$|^train\.max_(steps|epochs)$|explain: .*schedul",
+    ),
+    Rule(cause="weight decay", keys=r"weight_decay"),
+    Rule(cause="another optimizer", keys=r"^optimizer\."),
+    Rule(cause="parameter groups", keys=r"^parameter_groups"),
+    Rule(cause="frozen layers", keys=r"frozen|freeze|requires_grad|explain: .*trainable"),
+    Rule(
+        cause="BatchNorm statistics by rank and micro-batch",
+        keys=r"^normalization\.|^batch\.micro_batch_size$|^world size$|nproc_per_node|explain: .*norm",
+        applies=_has_batch_norm,
+    ),
+    Rule(cause="the normalization policy", keys=r"^normalization\.(policy|rules|num_groups)"),
+    Rule(cause="dropout", keys=r"drop(out|_path|_rate|_prob)"),
+    Rule(
+        cause="dropout: its random numbers depend on the rank and the micro-batch",
+        keys=r"^batch\.micro_batch_size$|^world size$|nproc_per_node|^backend",
+        applies=_drops_out,
+    ),
+)
+# What a curve that differs says of the causes.
+_BY_CURVE = {
+    "lr": r"schedul|lr|max_(steps|epochs)",
+    "items": r"^batch\.|^data\.|world size",
+}
+
+
+def cause(reference: Arm, arm: Arm, found: Equivalence | None = None) -> str:
+    """The probable causes with the settings that speak for them, or that no setting differs."""
+    settings = differences(reference, arm)
+    if not settings:
+        return NOTHING
+    ranked = probable(settings, facts(reference), facts(arm))
+    if found is not None and found.curve in _BY_CURVE:
+        # The curve names the kind of setting; the sort keeps the order of the others.
+        ranked.sort(key=lambda each: not any(re.search(_BY_CURVE[str(found.curve)], s.key) for s in each[1]))
+    if not ranked:
+        names = ", ".join(_told(setting) for setting in settings[:3])
+        return f"no setting that changes the maths differs ({names}): the backends differ, or non-determinism; " + (
+            "`shardkit check` names the first tensor"
+        )
+    return "; or ".join(f"{name} ({', '.join(_told(setting) for setting in why[:3])})" for name, why in ranked[:3])
+
+
+def probable(
+    settings: Sequence[Setting], reference: dict[str, str], arm: dict[str, str]
+) -> list[tuple[str, list[Setting]]]:
+    """(cause, the settings that speak for it), the likeliest first; a setting speaks for one cause only."""
+    found: list[tuple[str, list[Setting]]] = []
+    left = list(settings)
+    for rule in RULES:
+        if not rule.applies(reference, arm):
+            continue
+        why = [setting for setting in left if re.search(rule.keys, setting.key)]
+        if why:
+            found.append((rule.cause, why))
+            left = [setting for setting in left if setting not in why]
+    return found
+
+
+def _told(setting: Setting) -> str:
+    return f"{setting.key}: {setting.reference} -> {setting.arm}"

@@ -1,0 +1,296 @@
+"""Whether the curves of two runs are equal but for rounding, from which step on they are not, and by how much."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardkit.compare.results import Arm, Comparison, Run
+from shardkit.compare.tolerance import Tolerance, coarsest
+
+CURVES = {"loss": "loss", "grad_norm": "gradient norm"}
+# Equal but for how a number was stored: the same in every run, whatever the rounding.
+EXACT = {"lr": "learning rate", "items": "items of the step", "skipped": "skipped steps"}
+EXACT_TOLERANCE = 1e-6
+# Fewer prove nothing: many faults act on the first update, and show in the loss after it.
+FEWEST_STEPS = 3
+# A loss near zero has lost its digits to cancellation: differences are relative to at least this part of the first one.
+SMALLEST = 0.01
+LR_NOISE_FLOOR = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One number of two runs over the steps, and how far apart it is."""
+
+    name: str
+    steps: list[int]
+    reference: list[float]
+    arm: list[float]
+    difference: list[float]
+    # Relative; inf where one is not finite and the other is.
+    allowed: list[float]
+    # The relative difference that rounding explains; inf where it explains any.
+    first: int | None
+    # The first step with more.
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference there is."""
+        return max(self.difference, default=0.0)
+
+    @property
+    def worst(self) -> float:
+        """How many times the allowed difference it is, at the worst step."""
+        return max((d / a for d, a in zip(self.difference, self.allowed, strict=True) if d > 0), default=0.0)
+
+    def at(self, step: int) -> tuple[float, float]:
+        """(difference, allowed) at a step."""
+        index = self.steps.index(step)
+        return self.difference[index], self.allowed[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equivalence:
+    """What the curves of an arm say."""
+
+    verdict: str
+    # equivalent, different or inconclusive.
+    sentence: str
+    step: int | None = None
+    # The first that differs.
+    curve: str | None = None
+    difference: float | None = None
+    # Relative, there.
+    allowed: float | None = None
+    bit_equal: bool = False
+    steps: int = 0
+    # That were compared.
+    telling: int = 0
+    # The last step at which a difference would be evidence.
+    dtype: str = "fp32"
+    noise: str = "not measured"
+    curves: tuple[Curve, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON: a number that is not finite is null."""
+        return _plain(asdict(self))
+
+
+def equivalence(comparison: Comparison, arm: Arm) -> Equivalence:
+    """Compare each completed run of an arm with the reference's run of the same repeat; the worst counts."""
+    reference = comparison.reference_arm
+    refused = _unusable(reference) or _unusable(arm)
+    if refused:
+        return Equivalence(verdict="inconclusive", sentence=refused)
+    tolerance = comparison.tolerance or coarsest([_precision(reference), _precision(arm)])
+    floor = noise_floor(comparison)
+    pairs = zip(itertools.cycle(reference.completed), arm.completed, strict=False)
+    if arm is reference:
+        return _itself(comparison, tolerance, floor)
+    found = [compare_runs(run, other, tolerance=tolerance, floor=floor, limit=comparison.steps) for run, other in pairs]
+    worst = max(found, key=_badness)
+    unlike = [each for each in found if each.verdict != worst.verdict]
+    if worst.verdict == "different" and unlike:
+        more = f" {len(unlike)} of {len(found)} repeats do not show it: this arm is not deterministic."
+        return _with(worst, sentence=worst.sentence + more)
+    return _with(worst, bit_equal=all(each.bit_equal for each in found))
+
+
+def compare_runs(
+    reference: Run,
+    run: Run,
+    *,
+    tolerance: Tolerance,
+    floor: Mapping[str, Mapping[int, float]] | None = None,
+    limit: int | None = None,
+) -> Equivalence:
+    """Compare two runs; `floor`: measured noise by curve and step, `limit`: the last step that counts."""
+    curves = [*_rounded(reference, run, tolerance, floor or {}, limit), *_exact(reference, run, limit)]
+    compared = curves[0].steps if curves else []
+    noise = (
+        "measured"
+        if any(any(v > 0 for v in each.values()) for each in (floor or {}).values())
+        else ("bit-equal" if floor else "not measured")
+    )
+    telling = max(
+        (s for c in curves if c.name == "loss" for s, a in zip(c.steps, c.allowed, strict=True) if math.isfinite(a)),
+        default=0,
+    )
+    facts: dict[str, Any] = {
+        "steps": len(compared),
+        "telling": telling,
+        "dtype": tolerance.dtype,
+        "noise": noise,
+        "curves": tuple(curves),
+    }
+    diverged = [(curve.first, index) for index, curve in enumerate(curves) if curve.first is not None]
+    if diverged:
+        step, index = min(diverged)
+        return _different(curves[index], step, facts)
+    if len(compared) < FEWEST_STEPS:
+        few = f"inconclusive: {len(compared)} steps in common are too few; at least {FEWEST_STEPS} are needed"
+        return Equivalence(verdict="inconclusive", sentence=few + ".", **facts)
+    if telling < compared[FEWEST_STEPS - 1]:
+        noisy = "inconclusive: too noisy; the reference is as far from itself as any fault would be from it"
+        return Equivalence(verdict="inconclusive", sentence=noisy + ".", **facts)
+    return _equivalent(curves, compared, facts)
+
+
+def noise_floor(comparison: Comparison) -> dict[str, dict[int, float]] | None:
+    """How far the reference arm is from itself, by curve and step: the running maximum over all pairs of its runs.
+
+    None where it ran only once. All zero where it is equal to itself to the last bit.
+    """
+    runs = comparison.reference_arm.completed + [run for run in comparison.noise or [] if run.status == "completed"]
+    if len(runs) < 2:
+        return None
+    floor: dict[str, dict[int, float]] = {}
+    for name in CURVES:
+        worst: dict[int, float] = {}
+        for one, other in itertools.combinations(runs, 2):
+            steps, a, b = _common(one, other, name, comparison.steps)
+            for step, difference in zip(steps, _relative(a, b), strict=True):
+                worst[step] = max(worst.get(step, 0.0), difference if math.isfinite(difference) else 0.0)
+        floor[name] = _running_maximum(worst)
+    return floor
+
+
+def _itself(comparison: Comparison, tolerance: Tolerance, floor: dict[str, dict[int, float]] | None) -> Equivalence:
+    """The reference beside its own repeat, or beside itself where there is none."""
+    runs = comparison.reference_arm.completed + [run for run in comparison.noise or [] if run.status == "completed"]
+    found = compare_runs(runs[0], runs[-1], tolerance=tolerance, floor=floor, limit=comparison.steps)
+    if len(runs) == 1:
+        return _with(found, sentence="the reference.", bit_equal=True)
+    if found.bit_equal:
+        return _with(found, sentence="the reference; run again it is equal to itself to the last bit.")
+    loss = max((curve.largest for curve in found.curves if curve.name == "loss"), default=0.0)
+    return _with(found, sentence=f"the reference; run again its loss is up to {loss:.1e} from itself.")
+
+
+def _rounded(
+    reference: Run, run: Run, tolerance: Tolerance, floor: Mapping[str, Mapping[int, float]], limit: int | None
+) -> Iterator[Curve]:
+    """The curves that rounding moves."""
+    for name in CURVES:
+        steps, a, b = _common(reference, run, name, limit)
+        allowed = [
+            value if value <= tolerance.most else math.inf for value in tolerance.allowed(name, steps, floor.get(name))
+        ]
+        if steps:
+            yield _curve(name, steps, a, b, allowed)
+
+
+def _exact(reference: Run, run: Run, limit: int | None) -> Iterator[Curve]:
+    """The curves that are the same in every equal run."""
+    for name in EXACT:
+        steps, a, b = _common(reference, run, name, limit)
+        if steps:
+            yield _curve(name, steps, a, b, [EXACT_TOLERANCE] * len(steps))
+
+
+def _curve(name: str, steps: list[int], a: list[float], b: list[float], allowed: list[float]) -> Curve:
+    difference = _relative(a, b)
+    # Beyond the last telling step any finite difference is as good as another, but a NaN is not.
+    first = next((s for s, d, most in zip(steps, difference, allowed, strict=True) if d > most or d == math.inf), None)
+    return Curve(name=name, steps=steps, reference=a, arm=b, difference=difference, allowed=allowed, first=first)
+
+
+def _common(one: Run, other: Run, name: str, limit: int | None) -> tuple[list[int], list[float], list[float]]:
+    """A number of two runs at the steps both wrote; NaN where it was not finite."""
+    a, b = ({line["step"]: line[name] for line in run.train if name in line} for run in (one, other))
+    steps = [step for step in a if step in b and (limit is None or step <= limit)]
+    return steps, [_number(a[step]) for step in steps], [_number(b[step]) for step in steps]
+
+
+def _number(value: Any) -> float:
+    # metrics.jsonl has null for what was not finite.
+    return math.nan if value is None else float(value)
+
+
+def _relative(reference: Sequence[float], other: Sequence[float]) -> list[float]:
+    first = next((abs(value) for value in reference if math.isfinite(value) and value != 0), 1.0)
+    return [_apart(a, b, first * SMALLEST) for a, b in zip(reference, other, strict=True)]
+
+
+def _apart(a: float, b: float, least: float) -> float:
+    if not (math.isfinite(a) and math.isfinite(b)):
+        # NaN in both is the same outcome.
+        return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
+    return abs(a - b) / max(abs(a), least)
+
+
+def _running_maximum(values: Mapping[int, float]) -> dict[int, float]:
+    steps = sorted(values)
+    return dict(zip(steps, itertools.accumulate((values[step] for step in steps), max), strict=True))
+
+
+def _different(curve: Curve, step: int, facts: dict[str, Any]) -> Equivalence:
+    difference, allowed = curve.at(step)
+    index = curve.steps.index(step)
+    what = {**CURVES, **EXACT}[curve.name]
+    apart = "is not finite in one of the two" if difference == math.inf else f"differs by {difference:.1e}"
+    sentence = (
+        f"different from step {step} on: the {what} {apart} ({curve.reference[index]:.6g} in the reference, "
+        f"{curve.arm[index]:.6g} here), and rounding explains {allowed:.1e} there."
+    )
+    return Equivalence(
+        verdict="different",
+        sentence=sentence,
+        step=step,
+        curve=curve.name,
+        difference=difference,
+        allowed=allowed,
+        **facts,
+    )
+
+
+def _equivalent(curves: Sequence[Curve], compared: Sequence[int], facts: dict[str, Any]) -> Equivalence:
+    loss = next(curve for curve in curves if curve.name == "loss")
+    if all(curve.reference == curve.arm for curve in curves):
+        sentence = f"equivalent, and equal to the last bit in all {len(compared)} steps."
+        return Equivalence(verdict="equivalent", sentence=sentence, bit_equal=True, **facts)
+    telling = facts["telling"]
+    within = [d for s, d in zip(loss.steps, loss.difference, strict=True) if s <= telling]
+    sentence = f"equivalent: losses within {max(within):.1e} of the reference over {len(within)} steps"
+    if telling < compared[-1]:
+        sentence += f"; after step {telling} this model has amplified rounding so far that curves are no evidence"
+    return Equivalence(verdict="equivalent", sentence=sentence + ".", **facts)
+
+
+def _unusable(arm: Arm) -> str | None:
+    if arm.completed:
+        return None
+    if not arm.runs:
+        return f"inconclusive: arm {arm.name} has no runs."
+    run = next((run for run in arm.runs if run.error), arm.runs[0])
+    error = f": {run.error.strip().splitlines()[-1]}" if run.error and run.error.strip() else ""
+    return f"inconclusive: no run of arm {arm.name} completed ({run.status}{error})."
+
+
+def _precision(arm: Arm) -> str:
+    train = arm.recipe.get("train")
+    return str(train.get("precision", "fp32")) if isinstance(train, dict) else "fp32"
+
+
+def _badness(found: Equivalence) -> tuple[int, float, float]:
+    """Different before inconclusive before equivalent; then the earlier step, then the larger difference."""
+    order = {"equivalent": 0, "inconclusive": 1, "different": 2}[found.verdict]
+    return order, -(found.step or math.inf), max((curve.worst for curve in found.curves), default=0.0)
+
+
+def _with(found: Equivalence, **changes: Any) -> Equivalence:
+    from dataclasses import replace
+
+    return replace(found, **changes)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

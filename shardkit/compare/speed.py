@@ -1,0 +1,107 @@
+"""How fast arms are beside the reference: items per second without the warm-up, as ratios of interleaved repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from shardkit.compare.bootstrap import Interval, Timed, rate_interval, ratio_interval
+from shardkit.compare.results import Arm, Comparison, Run
+
+# The first step builds buckets, allocates and looks for kernels on every backend; the second still grows caches.
+LEAST_WARM_UP = 2
+# Settled: the median of so many steps is at most so many times that of the second half of the run.
+WINDOW = 5
+SETTLED = 1.25
+FEWEST_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """The speed of an arm."""
+
+    items_per_second: Interval
+    ratio: Interval | None
+    # Of the arm over the reference; None for the reference itself.
+    warm_up: int
+    # Steps that were left out at the beginning of each run.
+    steps: int
+    # That were timed, in each run.
+    repeats: int
+    sentence: str
+
+    @property
+    def shows_difference(self) -> bool:
+        return self.ratio is not None and not self.ratio.holds(1.0)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def speeds(comparison: Comparison) -> dict[str, Speed]:
+    """The speed of each arm that has completed runs with enough steps, by name."""
+    arms = [arm for arm in comparison.arms if arm.completed]
+    # The same steps of every run, so that pairs stay pairs.
+    warm_up = max((_warm_up(run) for arm in arms for run in arm.completed), default=LEAST_WARM_UP)
+    timed = {arm.name: {i: _timed(run, warm_up, comparison.steps) for i, run in _by_repeat(arm)} for arm in arms}
+    enough = {
+        name: {i: run for i, run in runs.items() if len(run.seconds) >= FEWEST_STEPS} for name, runs in timed.items()
+    }
+    reference = enough.get(comparison.reference, {})
+    return {
+        name: _speed(name == comparison.reference, reference, runs, warm_up) for name, runs in enough.items() if runs
+    }
+
+
+def _speed(is_reference: bool, reference: dict[int, Timed], runs: dict[int, Timed], warm_up: int) -> Speed:
+    both = [] if is_reference else sorted(reference.keys() & runs.keys())
+    ratio = ratio_interval([reference[i] for i in both], [runs[i] for i in both]) if both else None
+    return Speed(
+        items_per_second=rate_interval(list(runs.values())),
+        ratio=ratio,
+        warm_up=warm_up,
+        steps=min(len(run.seconds) for run in runs.values()),
+        repeats=len(both) or len(runs),
+        sentence=_sentence(ratio, len(both), warm_up) if not is_reference else "the reference.",
+    )
+
+
+def _sentence(ratio: Interval | None, pairs: int, warm_up: int) -> str:
+    if ratio is None:
+        return "no repeat to pair with the reference."
+    interval = f"{ratio.value:.3f} times the reference's items/s (95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
+    what = "no difference shown: " if ratio.holds(1.0) else "faster: " if ratio.value > 1 else "slower: "
+    over = f"{pairs} paired repeats" if pairs > 1 else "one pair of runs: the interval covers their steps only"
+    return f"{what}{interval}, over {over}, without the first {warm_up} steps."
+
+
+def _by_repeat(arm: Arm) -> list[tuple[int, Run]]:
+    """The completed runs with the number of their repeat, by which runs of two arms are neighbours in time."""
+    return [(index, run) for index, run in enumerate(arm.runs) if run.status == "completed"]
+
+
+def _timed(run: Run, warm_up: int, limit: int | None) -> Timed:
+    lines = [line for line in run.train[warm_up:] if line.get("seconds") and (limit is None or line["step"] <= limit)]
+    return Timed(
+        items=np.array([line.get("items", 0) for line in lines], dtype=float),
+        seconds=np.array([line["seconds"] for line in lines], dtype=float),
+    )
+
+
+def _warm_up(run: Run) -> int:
+    """The steps before the time of a step has settled, at most a third of them."""
+    seconds = [float(line["seconds"]) for line in run.train if line.get("seconds")]
+    most = len(seconds) // 3
+    settled = SETTLED * _median(seconds[len(seconds) // 2 :])
+    for start in range(LEAST_WARM_UP, most):
+        # What comes right after a warm-up step tells whether it was the last.
+        if _median(seconds[start : start + WINDOW]) <= settled and seconds[start] <= 2 * settled:
+            return start
+    return min(LEAST_WARM_UP, most) if most <= LEAST_WARM_UP else most
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(values)) if values else 0.0
