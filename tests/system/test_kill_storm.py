@@ -185,7 +185,8 @@ class Numbers(toy.Numbers):
 '''
 
 
-@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_a_rank_killed_in_a_save_ends_the_job_and_the_checkpoint_before_goes_on(
     tmp_path: Path, asynchronous: str
 ) -> None:
