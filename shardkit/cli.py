@@ -1,4 +1,4 @@
-"""The console command `shardkit`: launch, doctor, convert, checkpoint, recipes, backends."""
+"""The console command `shardkit`: launch, doctor, compare, check, runs, convert, checkpoint, recipes, backends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from shardkit import shipped
-from shardkit.errors import ShardkitError
+from shardkit.errors import RequestError, ShardkitError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Training runs on any sharding backend.")
 checkpoint = typer.Typer(no_args_is_help=True, help="Look at checkpoints: inspect, verify, diff.")
@@ -162,6 +162,85 @@ def diff(
 
 
 @app.command()
+def compare(
+    what: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE [key=value ...] | RUN RUN ...", help="a recipe to run, or runs that ended"),
+    ],
+    backends: Annotated[str, typer.Option(metavar="A,B,C", help="an arm each; the first is the reference")] = "",
+    arm: Annotated[list[str] | None, typer.Option(metavar="'NAME: key=value ...'", help="one more arm")] = None,
+    vs: Annotated[list[str] | None, typer.Option("--vs", metavar="RECIPE", help="another recipe, as an arm")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="key=value", help="for every arm")] = None,
+    repeats: Annotated[int, typer.Option(help="of each arm, in turn: A B A B")] = 3,
+    steps: Annotated[int | None, typer.Option(min=1, help="stop each run there; the schedule stays")] = None,
+    output: Annotated[Path | None, typer.Option("--output", metavar="FOLDER", help="runs and report")] = None,
+) -> None:
+    """Run a recipe on several backends or with several settings, and say whether they are equal, and what to pick.
+
+    Exit code 0 if all are equivalent to the first, 5 if not, 1 if one failed. The same command goes on when cut off.
+    """
+    from shardkit.compare import command
+
+    def run() -> int:
+        folders = [Path(each) for each in what if (Path(each) / "metrics.jsonl").is_file()]
+        if folders and len(folders) == len(what):
+            return command.compare_runs(what, output)
+        return command.compare(
+            command.Wanted(
+                recipe=what[0],
+                overrides=[*what[1:], *(settings or [])],
+                backends=_split(backends),
+                arms=arm or [],
+                versus=vs or [],
+                repeats=repeats,
+                steps=steps,
+                output=output,
+            )
+        )
+
+    _end(run)
+
+
+@app.command()
+def check(
+    recipe: Annotated[str, typer.Argument(help="path of the recipe")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="settings over it")] = None,
+    backends: Annotated[str, typer.Option(metavar="A,B,C", help="by default the recipe's")] = "",
+    world_sizes: Annotated[str, typer.Option(metavar="1,2,4", help="numbers of processes")] = "1,2",
+    output: Annotated[Path | None, typer.Option("--output", metavar="FOLDER", help="runs and check.json")] = None,
+    json: Json = False,
+) -> None:
+    """Prove on a recipe's own model and data that backends agree with one process; exit code 0, or 5 where not."""
+    from shardkit.compare import command
+
+    def run() -> int:
+        return command.check(
+            command.Checked(
+                recipe=recipe,
+                overrides=overrides or [],
+                backends=_split(backends),
+                world_sizes=_numbers(world_sizes, "--world-sizes"),
+                output=output,
+                as_json=json,
+            )
+        )
+
+    _end(run)
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="where to look")] = Path("runs"),
+    json: Json = False,
+) -> None:
+    """List the runs in a folder, the newest first: how far each has come, and how it ended."""
+    from shardkit.compare import listing
+
+    found = listing.find_runs(folder)
+    _print(listing.to_json(found) if json else listing.table(found) if found else f"no run in {folder}")
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes that come with shardkit."""
     _list("recipes")
@@ -189,6 +268,22 @@ def _end(run: Callable[[], int]) -> None:
         typer.echo(f"{error.filename or 'the checkpoint'} cannot be read: {error.strerror or error}", err=True)
         code = 1
     raise typer.Exit(code)
+
+
+def _split(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    """Whole numbers of 1 or more.
+
+    Raises:
+        RequestError: there is something else.
+    """
+    found = _split(text)
+    if not found or not all(each.isdecimal() and int(each) > 0 for each in found):
+        raise RequestError(f"{option} {text!r} is no list of numbers of processes; expected 1,2,4")
+    return [int(each) for each in found]
 
 
 def _print(found: object) -> None:

@@ -31,7 +31,7 @@ TOLERANCES = {
     "fp32": {"loss": 1e-5, "grad norm": 1e-4, "gradient": 1e-4, "weights": 5e-3, "buffers": 1e-4},
     "bf16": {"loss": 2e-2, "grad norm": 5e-2, "gradient": 1e-1, "weights": 5e-1, "buffers": 5e-2},
 }
-QUANTITIES = ("loss", "grad norm", "gradient", "weights", "buffers")
+QUANTITIES: tuple[str, ...] = ("loss", "grad norm", "gradient", "weights", "buffers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def compare_place(folder: Path, place: Place, reference: Place, start: Any, prec
     """How the runs of a place compare with those of the reference, which both ended well."""
     own, other = folder / place.name, folder / reference.name
     tolerance = TOLERANCES["fp32" if precision == "fp32" else "bf16"]
-    errors = dict.fromkeys(QUANTITIES, 0.0)
+    errors: dict[str, float] = dict.fromkeys(QUANTITIES, 0.0)
     first = ""
 
     def see(quantity: str, error: float, where: str) -> None:
