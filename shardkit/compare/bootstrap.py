@@ -43,9 +43,9 @@ def ratio_interval(reference: Sequence[Timed], arm: Sequence[Timed], *, seed: in
     """The ratio arm / reference of items per second, over the paired repeats, and its interval.
 
     Percentiles of the log ratio over resampled repeats and, within each, resampled blocks of steps (Kuensch 1989:
-    neighbouring steps share the load of the machine). A bootstrap over few repeats is too narrow by
-    sqrt((n - 1) / n) and by the normal in Student's place, so what the repeats contribute is widened by both (Hesterberg
-    2015, "What teachers should know about the bootstrap", 3.1). With one pair the interval covers steps only.
+    neighbouring steps share the load of the machine). A bootstrap over few repeats is too narrow, by sqrt((n - 1) / n)
+    and by the normal in Student's place, so what the repeats contribute is widened by both (Hesterberg 2015, "What
+    teachers should know about the bootstrap", 3.1). With one pair the interval covers steps only.
     """
     draws = np.random.default_rng(seed)
     logs = np.array([math.log(b.rate / a.rate) for a, b in zip(reference, arm, strict=True)])

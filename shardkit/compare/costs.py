@@ -111,18 +111,18 @@ def _per_step(profile: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     ranks = [per_collective(rank.get("communication")) for rank in _ranks(profile)]
     if not ranks or steps <= 0:
         return {}
-    most = max(ranks, key=lambda rank: sum(each["bytes"] for each in rank.values()))
+    most = max(ranks, key=lambda rank: sum(each.get("bytes", 0) for each in rank.values()))
     return {kind: {key: value / steps for key, value in each.items()} for kind, each in most.items()}
 
 
 def per_collective(found: Any) -> dict[str, dict[str, float]]:
-    """{kind: {"calls", "bytes"}} from that form, or from a list of mappings that name their kind."""
+    """{kind: {"calls", "bytes"}} from that form, or from a list of mappings that name their kind; without what is null."""
     if isinstance(found, list):
         found = {each.get("kind") or each.get("collective"): each for each in found if isinstance(each, dict)}
     if not isinstance(found, dict):
         return {}
     return {
-        str(kind): {"calls": float(each.get("calls") or 0), "bytes": float(each.get("bytes") or 0)}
+        str(kind): {key: float(each[key]) for key in ("calls", "bytes") if each.get(key) is not None}
         for kind, each in found.items()
         if isinstance(each, dict)
     }

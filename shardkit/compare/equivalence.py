@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardkit.compare.results import Arm, Comparison, Run
@@ -19,7 +19,6 @@ EXACT_TOLERANCE = 1e-6
 FEWEST_STEPS = 3
 # A loss near zero has lost its digits to cancellation: differences are relative to at least this part of the first one.
 SMALLEST = 0.01
-LR_NOISE_FLOOR = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,11 +253,18 @@ def _equivalent(curves: Sequence[Curve], compared: Sequence[int], facts: dict[st
         sentence = f"equivalent, and equal to the last bit in all {len(compared)} steps."
         return Equivalence(verdict="equivalent", sentence=sentence, bit_equal=True, **facts)
     telling = facts["telling"]
-    within = [d for s, d in zip(loss.steps, loss.difference, strict=True) if s <= telling]
-    sentence = f"equivalent: losses within {max(within):.1e} of the reference over {len(within)} steps"
+    sentence = f"equivalent: losses within {_largest(loss, telling):.1e} of the reference over {telling} steps"
     if telling < compared[-1]:
-        sentence += f"; after step {telling} this model has amplified rounding so far that curves are no evidence"
+        # Of a model that does not amplify, the steps after that say something all the same.
+        sentence += (
+            f" ({_largest(loss, compared[-1]):.1e} over all {compared[-1]}, of which those after {telling} prove "
+        )
+        sentence += "nothing: rounding alone can do more to a sensitive model by then)"
     return Equivalence(verdict="equivalent", sentence=sentence + ".", **facts)
+
+
+def _largest(curve: Curve, last: int) -> float:
+    return max(d for step, d in zip(curve.steps, curve.difference, strict=True) if step <= last)
 
 
 def _unusable(arm: Arm) -> str | None:
@@ -283,8 +289,6 @@ def _badness(found: Equivalence) -> tuple[int, float, float]:
 
 
 def _with(found: Equivalence, **changes: Any) -> Equivalence:
-    from dataclasses import replace
-
     return replace(found, **changes)
 
 

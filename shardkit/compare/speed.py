@@ -17,6 +17,7 @@ LEAST_WARM_UP = 2
 WINDOW = 5
 SETTLED = 1.25
 FEWEST_STEPS = 3
+MOST_WARM_UP = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +93,9 @@ def _timed(run: Run, warm_up: int, limit: int | None) -> Timed:
 
 
 def _warm_up(run: Run) -> int:
-    """The steps before the time of a step has settled, at most a third of them."""
+    """The steps before the time of a step has settled, at most ten and a third of them."""
     seconds = [float(line["seconds"]) for line in run.train if line.get("seconds")]
-    most = len(seconds) // 3
+    most = min(MOST_WARM_UP, len(seconds) // 3)
     settled = SETTLED * _median(seconds[len(seconds) // 2 :])
     for start in range(LEAST_WARM_UP, most):
         # What comes right after a warm-up step tells whether it was the last.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,21 +31,21 @@ class Verdict:
     # Why it differs, probably; None = it does not.
     settings: tuple[Setting, ...]
     # Those it does not share with the reference.
+    completed: int
+    # Runs.
     errors: tuple[str, ...]
     # Of the runs that did not complete.
 
     @property
-    def word(self) -> str:
-        """equivalent, different, inconclusive; failed = no run completed."""
-        return (
-            "failed" if self.speed is None and self.errors and not self.equivalence.steps else self.equivalence.verdict
-        )
+    def outcome(self) -> str:
+        """equivalent, different or inconclusive, or failed: no run completed."""
+        return self.equivalence.verdict if self.completed else "failed"
 
     def to_json(self) -> dict[str, Any]:
         return {
             "arm": self.arm,
             "reference": self.is_reference,
-            "verdict": self.word,
+            "verdict": self.outcome,
             "cause": self.cause,
             "equivalence": self.equivalence.to_json(),
             "speed": self.speed.to_json() if self.speed else None,
@@ -55,25 +55,25 @@ class Verdict:
         }
 
 
-def verdicts(comparison: Comparison) -> list[Verdict]:
-    """One for each arm, in the order of the arms.
+def verdicts(comparison: Comparison) -> dict[str, Verdict]:
+    """The verdict on each arm by its name, in the order of the arms.
 
     Raises:
         KeyError: no arm has the reference's name.
     """
     reference = comparison.reference_arm
     speed = speeds(comparison)
-    return [_verdict(comparison, reference, arm, speed.get(arm.name)) for arm in comparison.arms]
+    return {arm.name: _verdict(comparison, reference, arm, speed.get(arm.name)) for arm in comparison.arms}
 
 
-def are_equal(found: Sequence[Verdict]) -> bool:
+def are_equal(found: Mapping[str, Verdict]) -> bool:
     """Whether each arm is equivalent to the reference: what the exit code says."""
-    return all(verdict.word == "equivalent" for verdict in found)
+    return all(verdict.outcome == "equivalent" for verdict in found.values())
 
 
-def recommendation(found: Sequence[Verdict]) -> str:
+def recommendation(found: Mapping[str, Verdict]) -> str:
     """Which arm to pick, in two sentences: the fastest equal one; where speed does not decide, memory, then order."""
-    equal = [verdict for verdict in found if verdict.word == "equivalent" and verdict.speed is not None]
+    equal = [verdict for verdict in found.values() if verdict.outcome == "equivalent" and verdict.speed is not None]
     if not equal:
         return "None of the arms can be recommended. None is known to be equivalent to the reference."
     fastest = max(equal, key=_rate)
@@ -102,6 +102,7 @@ def _verdict(comparison: Comparison, reference: Arm, arm: Arm, speed: Speed | No
         equivalence=found,
         speed=speed,
         costs=costs(arm),
+        completed=len(arm.completed),
         cause=cause(reference, arm, found) if found.verdict == "different" and not is_reference else None,
         settings=() if is_reference else tuple(differences(reference, arm)),
         errors=tuple(
