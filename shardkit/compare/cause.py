@@ -6,11 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardkit.compare.equivalence import Equivalence
 from shardkit.compare.results import Arm
 from shardkit.compare.settings import Setting, differences, facts
 
 NOTHING = "no setting differs: non-determinism, or a fault of a backend; `shardkit check` names the first tensor"
+
+
+def _always(reference: dict[str, str], arm: dict[str, str]) -> bool:
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +23,10 @@ class Rule:
     cause: str
     keys: str
     # Expression for the keys of settings that differ.
-    applies: Callable[[dict[str, str], dict[str, str]], bool] = lambda reference, arm: True
+    applies: Callable[[dict[str, str], dict[str, str]], bool] = _always
     # Given all settings of both.
+    certain: bool = True
+    # Any model trains otherwise then; False = some models do.
 
 
 def _has_batch_norm(reference: dict[str, str], arm: dict[str, str]) -> bool:
@@ -75,13 +80,15 @@ RULES = (
         cause="BatchNorm statistics by rank and micro-batch",
         keys=r"^normalization\.|^batch\.micro_batch_size$|^world size$|nproc_per_node|explain: .*norm",
         applies=_has_batch_norm,
+        certain=False,
     ),
-    Rule(cause="the normalization policy", keys=r"^normalization\.(policy|rules|num_groups)"),
+    Rule(cause="the normalization policy", keys=r"^normalization\.(policy|rules|num_groups)", certain=False),
     Rule(cause="dropout", keys=r"drop(out|_path|_rate|_prob)"),
     Rule(
         cause="dropout: its random numbers depend on the rank and the micro-batch",
         keys=r"^batch\.micro_batch_size$|^world size$|nproc_per_node|^backend",
         applies=_drops_out,
+        certain=False,
     ),
 )
 # What a curve that differs says of the causes.
@@ -91,15 +98,25 @@ _BY_CURVE = {
 }
 
 
-def cause(reference: Arm, arm: Arm, found: Equivalence | None = None) -> str:
-    """The probable causes with the settings that speak for them, or that no setting differs."""
+def changes_maths(reference: Arm, arm: Arm) -> bool:
+    """Whether a setting of the recipe differs that makes any model train otherwise."""
+    keys = [each.key for each in differences(reference, arm) if not each.key.startswith("explain: ")]
+    return any(re.search(rule.keys, key) for rule in RULES if rule.certain for key in keys)
+
+
+def cause(reference: Arm, arm: Arm, curve: str | None = None) -> str:
+    """The probable causes with the settings that speak for them, or that no setting differs.
+
+    Args:
+        curve: the one that differs first, where it is known.
+    """
     settings = differences(reference, arm)
     if not settings:
         return NOTHING
     ranked = probable(settings, facts(reference), facts(arm))
-    if found is not None and found.curve in _BY_CURVE:
+    if curve in _BY_CURVE:
         # The curve names the kind of setting; the sort keeps the order of the others.
-        ranked.sort(key=lambda each: not any(re.search(_BY_CURVE[str(found.curve)], s.key) for s in each[1]))
+        ranked.sort(key=lambda each: not any(re.search(_BY_CURVE[curve], s.key) for s in each[1]))
     if not ranked:
         names = ", ".join(_told(setting) for setting in settings[:3])
         return f"no setting that changes the maths differs ({names}): the backends differ, or non-determinism; " + (

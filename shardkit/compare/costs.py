@@ -116,7 +116,7 @@ def _per_step(profile: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def per_collective(found: Any) -> dict[str, dict[str, float]]:
-    """{kind: {"calls", "bytes"}} from that form, or from a list of mappings that name their kind; without what is null."""
+    """{kind: {"calls", "bytes"}} from that form or a list of mappings that name their kind, without nulls."""
     if isinstance(found, list):
         found = {each.get("kind") or each.get("collective"): each for each in found if isinstance(each, dict)}
     if not isinstance(found, dict):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shardkit.compare.cause import changes_maths
 from shardkit.compare.results import Arm, Comparison, Run
 from shardkit.compare.tolerance import Tolerance, coarsest
 
@@ -85,7 +86,9 @@ def equivalence(comparison: Comparison, arm: Arm) -> Equivalence:
     refused = _unusable(reference) or _unusable(arm)
     if refused:
         return Equivalence(verdict="inconclusive", sentence=refused)
-    tolerance = comparison.tolerance or coarsest([_precision(reference), _precision(arm)])
+    suspected = arm is not reference and changes_maths(reference, arm)
+    precisions = [_precision(reference), _precision(arm)]
+    tolerance = comparison.tolerance or coarsest(precisions, narrow=suspected)
     floor = noise_floor(comparison)
     pairs = zip(itertools.cycle(reference.completed), arm.completed, strict=False)
     if arm is reference:

@@ -103,7 +103,7 @@ def _verdict(comparison: Comparison, reference: Arm, arm: Arm, speed: Speed | No
         speed=speed,
         costs=costs(arm),
         completed=len(arm.completed),
-        cause=cause(reference, arm, found) if found.verdict == "different" and not is_reference else None,
+        cause=cause(reference, arm, found.curve) if found.verdict == "different" and not is_reference else None,
         settings=() if is_reference else tuple(differences(reference, arm)),
         errors=tuple(
             f"{run.status}: {run.error or 'no error was written'}" for run in arm.runs if run.status != "completed"
