@@ -45,6 +45,12 @@ class World:
     def distributed(self) -> bool:
         return dist.is_initialized()
 
+    @property
+    def timeout(self) -> timedelta | None:
+        """That of the ranks' own group, which `new_group` does not take over; None = torch's default."""
+        backend = dist.group.WORLD._get_backend(self.device) if dist.group.WORLD is not None else None
+        return getattr(getattr(backend, "options", None), "_timeout", None)
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` summed over the ranks, in place; the same tensor in a world of one."""
         if self.size > 1:
@@ -79,7 +85,7 @@ class World:
         """The same ranks over a gloo group of their own, whose collectives another thread may use meanwhile."""
         if self.size == 1:
             return self
-        return replace(self, device=torch.device("cpu"), group=dist.new_group(backend="gloo"))
+        return replace(self, device=torch.device("cpu"), group=dist.new_group(backend="gloo", timeout=self.timeout))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's `tensor` on every rank, in place."""

@@ -303,5 +303,5 @@ def _publish(storage: Storage, name: str, write: Callable[[str], object]) -> Non
         storage.publish(staging, name)
     except BaseException:
         with suppress(OSError):
-            storage.remove(staging)
+            storage.abandon(staging, name)
         raise

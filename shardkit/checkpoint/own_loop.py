@@ -69,8 +69,10 @@ def save_checkpoint(
     }
     streams = streams_part(world.rank, read_streams(world.device))
     content = content_of(engine, step=step, training=kept, extra=[streams])
+    agreed(world, f"{storage.root} cannot be used", lambda: storage.clean() if world.rank == 0 else [])
     name = write_checkpoint(storage, content, world, export=export)
-    retire(storage, keep_last=keep_last, keep=(), world=world)
+    # Also where it is not the one of the highest step, as after going on from an earlier one.
+    retire(storage, keep_last=keep_last, keep=(name,), world=world)
     return f"{storage.root}/{name}"
 
 
@@ -107,7 +109,8 @@ def load_checkpoint(
     source = source_of(found.storage, found.name, found.manifest)
     choice = Choice(strict=strict, include=include, exclude=exclude, cast=cast, groups=groups)
     notes += restore(engine, source, found.manifest, choice, world).notes
-    ranks = (saved.get("random") or {}).get("world_size", 0)
+    random = saved.get("random")
+    ranks = random.get("world_size", 0) if isinstance(random, dict) else 0
     if not agreed(world, "the random streams were not loaded", lambda: restore_streams(source, ranks, world)):
         notes.append(f"random streams go on as they are: the checkpoint has those of {ranks} ranks")
     return Loaded(step=found.manifest.step, training=saved.get("own", saved), notes=(*found.broken, *notes))

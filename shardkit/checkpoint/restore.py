@@ -105,7 +105,10 @@ def restore(engine: Engine, source: Source, manifest: Manifest | None, choice: C
 
 
 def _live(engine: Engine, world: World) -> Live:
-    own = {(i.kind, i.name): (i.shape, i.tensor.dtype) for i in engine.state() if i.kind != "optimizer"}
+    def look() -> Live:
+        return {(i.kind, i.name): (i.shape, i.tensor.dtype) for i in engine.state() if i.kind != "optimizer"}
+
+    own = agreed(world, "the live state contradicts itself", look)
     return {key: value for each in world.gather(own) for key, value in each.items()}
 
 

@@ -58,7 +58,8 @@ def find(resume: str, own: Storage, world: World, how: Verify = "full") -> Found
     if resume == "auto":
         return newest(own, world, how)
     if resume == "never":
-        if world.gather(bool(steps(own)) if world.rank == 0 else False)[0]:
+        there = agreed(world, f"{own.root} cannot be used", lambda: bool(steps(own)) if world.rank == 0 else False)
+        if world.gather(there)[0]:
             raise CheckpointError(
                 f"{own.root} holds checkpoints of an earlier run, and checkpoint.resume is never; go on from them with "
                 "checkpoint.resume=auto, or give another folder"

@@ -1,6 +1,6 @@
 """What a run starts from, looked for before any process starts: the checkpoint and the weights that a recipe names.
 
-Only the file system of this machine is looked at; a URL is left to whoever opens it.
+Only the file system of this machine is looked at; of a URL, that something can open it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ def check_sources(loaded: Loaded) -> Iterator[Problem]:
         "checkpoint.resume": (None if resume in ("auto", "never") else resume, _not_resumed),
         "init_from": (recipe.init_from, _not_initial),
     }
+    for key in ("checkpoint.resume", "init_from", "checkpoint.folder"):
+        url = {"checkpoint.resume": resume, "init_from": recipe.init_from}.get(key, recipe.checkpoint.folder)
+        if url is not None and "://" in url and (message := _unknown_scheme(url)):
+            yield Problem(place=loaded.place(key), key=key, message=message)
     for key, (path, complaint) in asked.items():
         if path is not None and "://" not in path:
             try:
@@ -35,6 +39,17 @@ def check_sources(loaded: Loaded) -> Iterator[Problem]:
                 message = f"cannot read {path!r}: {(isinstance(error, OSError) and error.strerror) or error}"
             if message:
                 yield Problem(place=loaded.place(key), key=key, message=message)
+
+
+def _unknown_scheme(url: str) -> str:
+    """Why nothing here can open a URL; empty when something can."""
+    from fsspec import get_filesystem_class
+
+    try:
+        get_filesystem_class(url.partition("://")[0])
+    except (ImportError, ValueError) as error:
+        return f"{url!r} cannot be opened: {error}"
+    return ""
 
 
 def _not_resumed(path: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import cast
 
@@ -195,12 +194,6 @@ def _connect(layers: tuple[BatchNorm, ...], world: World) -> None:
     """Tell the layers their ranks. One process group of their own: its collectives never mix with the backend's."""
     group = next((layer.group for layer in layers if layer.group is not None), None)
     if group is None and world.size > 1 and any(layer.over_ranks for layer in layers):
-        group = cast(dist.ProcessGroup, dist.new_group(timeout=_timeout(world)))
+        group = cast(dist.ProcessGroup, dist.new_group(timeout=world.timeout))
     for layer in layers:
         layer.world, layer.group = world, group
-
-
-def _timeout(world: World) -> timedelta | None:
-    """That of the ranks' own group, which `new_group` does not take over; None = torch's default."""
-    backend = dist.group.WORLD._get_backend(world.device) if dist.group.WORLD is not None else None
-    return getattr(getattr(backend, "options", None), "_timeout", None)

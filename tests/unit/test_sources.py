@@ -36,12 +36,14 @@ def said(key: str, path: str) -> str:
 CHECKPOINT = ["runs/first/checkpoints", "runs/first/checkpoints/", "runs/first/checkpoints/step-00000010"]
 
 
-@pytest.mark.parametrize("path", ["auto", "never", "s3://bucket/run/checkpoints", *CHECKPOINT])
+@pytest.mark.parametrize("path", ["auto", "never", "memory://bucket/run/checkpoints", *CHECKPOINT])
 def test_a_run_goes_on_from_a_checkpoint_or_a_folder_of_them(path: str) -> None:
     assert said("checkpoint.resume", path) == ""
 
 
-@pytest.mark.parametrize("path", ["null", "hf://bert/model.safetensors", "weights.safetensors", "bert", *CHECKPOINT])
+@pytest.mark.parametrize(
+    "path", ["null", "memory://bert/model.safetensors", "weights.safetensors", "bert", *CHECKPOINT]
+)
 def test_weights_come_from_a_checkpoint_a_file_or_a_folder(path: str) -> None:
     assert said("init_from", path) == ""
 
@@ -138,3 +140,9 @@ def test_a_full_folder_is_not_listed_whole(project: Path) -> None:
 def test_both_are_told_at_once() -> None:
     loaded = load("recipe.yaml", ["checkpoint.resume=a/b", "init_from=a/c"], options_of=options_of)
     assert [problem.key for problem in check_sources(loaded)] == ["checkpoint.resume", "init_from"]
+
+
+@pytest.mark.parametrize("key", ["checkpoint.resume", "checkpoint.folder", "init_from"])
+def test_a_url_that_nothing_here_opens_is_refused_before_anything_starts(key: str) -> None:
+    assert said(key, "memory://bucket/runs") == ""
+    assert said(key, "nosuch://bucket/runs").startswith("'nosuch://bucket/runs' cannot be opened: ")
