@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the conformance suite on these backends only: names from backends/, or 'my_package.module:MyEngine'",
     )
     parser.addoption("--table", help="write the table of the checkpoint matrix to this file")
+    parser.addoption("--communication-table", help="write the table of counted communication to this file")
 
 
 @pytest.fixture(scope="session")

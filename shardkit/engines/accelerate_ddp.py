@@ -21,6 +21,8 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
+from shardkit.engines.ddp import replicas_meaning
+from shardkit.engines.meaning import Meaning, Situation
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DdpOptions
 from shardkit.engines.unused import refuse_unused
@@ -38,6 +40,10 @@ class AccelerateDdpEngine(Engine):
     @classmethod
     def describe(cls, options: DdpOptions) -> Traits:
         return Traits(unused_parameters="kept" if options.find_unused_parameters else "refused")
+
+    @classmethod
+    def explain(cls, options: DdpOptions, situation: Situation) -> Meaning:
+        return replicas_meaning(situation, options)
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: DdpOptions

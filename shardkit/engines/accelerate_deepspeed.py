@@ -21,6 +21,7 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
+from shardkit.engines.meaning import Meaning, Situation
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DeepSpeedOptions
 from shardkit.engines.partitions import Partitions
@@ -32,6 +33,7 @@ from shardkit.engines.zero import (
     close_zero,
     prepare_deepspeed,
     zero_config,
+    zero_meaning,
     zero_step,
     zero_traits,
 )
@@ -45,6 +47,10 @@ class AccelerateDeepSpeedEngine(Engine):
     @classmethod
     def describe(cls, options: DeepSpeedOptions) -> Traits:
         return zero_traits(options)
+
+    @classmethod
+    def explain(cls, options: DeepSpeedOptions, situation: Situation) -> Meaning:
+        return zero_meaning(situation, options)
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: DeepSpeedOptions

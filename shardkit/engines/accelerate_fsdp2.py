@@ -24,11 +24,13 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
-from shardkit.engines.fsdp2 import fsdp2_traits, mixed_precision, reshard, shard_norms
+from shardkit.engines.fsdp2 import fsdp2_meaning, fsdp2_traits, mixed_precision, reshard, shard_norms
 from shardkit.engines.kept import refuse_pending
+from shardkit.engines.meaning import Meaning, Situation
 from shardkit.engines.names import trainable
 from shardkit.engines.options import AccelerateFsdp2Options
 from shardkit.engines.start import check_parameters
+from shardkit.engines.traffic import fully_shard_traffic
 from shardkit.engines.units import find_units
 from shardkit.engines.whole import autocast, clipped_step, load_whole, whole_scalars, whole_state
 from shardkit.errors import EngineError
@@ -53,6 +55,10 @@ class AccelerateFsdp2Engine(Engine):
                 "copies, without a word); use backend=fsdp2, which runs the same fully_shard on gloo"
             },
         )
+
+    @classmethod
+    def explain(cls, options: AccelerateFsdp2Options, situation: Situation) -> Meaning:
+        return replace(fsdp2_meaning(situation, options), traffic=fully_shard_traffic(situation, options))
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import nn
 
+from shardkit.engines.meaning import Meaning, Situation, from_traits
 from shardkit.normalization.logical_batch import LogicalBatch
 from shardkit.world import World
 
@@ -150,6 +151,11 @@ class Engine(Protocol):
     @abstractmethod
     def describe(cls, options: Any) -> Traits:
         """The facts about this adapter under `options`, without building anything."""
+
+    @classmethod
+    def explain(cls, options: Any, situation: Situation) -> Meaning:
+        """What a recipe's settings come to here, without building anything; by default what the traits tell."""
+        return from_traits(cls.describe(options), situation)
 
     @abstractmethod
     def micro_step(self, last: bool) -> AbstractContextManager[None]:

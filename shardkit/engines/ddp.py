@@ -19,8 +19,10 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
+from shardkit.engines.meaning import Meaning, Situation, plain
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DdpOptions
+from shardkit.engines.traffic import replicas_traffic
 from shardkit.engines.unused import refuse_unused
 from shardkit.engines.whole import autocast, clipped_step, load_whole, whole_scalars, whole_state
 
@@ -34,6 +36,10 @@ class DdpEngine(Engine):
     @classmethod
     def describe(cls, options: DdpOptions) -> Traits:
         return Traits(unused_parameters="kept" if options.find_unused_parameters else "refused")
+
+    @classmethod
+    def explain(cls, options: DdpOptions, situation: Situation) -> Meaning:
+        return replicas_meaning(situation, options)
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: DdpOptions
@@ -92,3 +98,19 @@ class DdpEngine(Engine):
 
     def close(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def replicas_meaning(situation: Situation, options: DdpOptions) -> Meaning:
+    """What holds for DistributedDataParallel however it was reached."""
+    finds = "parameters without a gradient are looked for: one int32 a parameter is all-reduced too"
+    return plain(
+        situation,
+        averages="DistributedDataParallel, in the all-reduce",
+        traffic=replicas_traffic(situation, options),
+        least=replicas_traffic(situation, DdpOptions()),
+        notes=(finds,) if options.find_unused_parameters else (),
+        translated={
+            "backend.options.find_unused_parameters": f"find_unused_parameters={options.find_unused_parameters}",
+            "backend.options.bucket_cap_mb": f"bucket_cap_mb={options.bucket_cap_mb}",
+        },
+    )

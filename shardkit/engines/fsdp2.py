@@ -25,9 +25,11 @@ from shardkit.engines.api import (
     Traits,
 )
 from shardkit.engines.kept import refuse_pending
+from shardkit.engines.meaning import NONE, Meaning, Situation, plain, short
 from shardkit.engines.names import trainable
-from shardkit.engines.options import Fsdp2Options
+from shardkit.engines.options import AccelerateFsdp2Options, Fsdp2Options
 from shardkit.engines.start import check_parameters
+from shardkit.engines.traffic import fully_shard_least, fully_shard_traffic
 from shardkit.engines.units import find_units
 from shardkit.engines.whole import autocast, clipped_step, load_whole, whole_scalars, whole_state
 from shardkit.normalization.batch_norm import BatchNorm
@@ -42,6 +44,13 @@ class Fsdp2Engine(Engine):
     @classmethod
     def describe(cls, options: Fsdp2Options) -> Traits:
         return replace(fsdp2_traits(), world_multiple=options.replicas)
+
+    @classmethod
+    def explain(cls, options: Fsdp2Options, situation: Situation) -> Meaning:
+        meaning = fsdp2_meaning(situation, options)
+        traffic = fully_shard_traffic(situation, options, replicas=options.replicas)
+        placed = f"a mesh of {options.replicas} replicas x {situation.world_size // options.replicas} shards"
+        return replace(meaning, traffic=traffic, translated={**meaning.translated, "backend.options.replicas": placed})
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: Fsdp2Options
@@ -105,6 +114,32 @@ def fsdp2_traits() -> Traits:
         shards=frozenset({"parameters", "gradients", "optimizer"}),
         # Row and column statistics (Adafactor) and index_put_ (Rprop) do not work on DTensors in torch 2.13.
         refused_optimizers=frozenset({"Adafactor", "Rprop"}),
+    )
+
+
+def fsdp2_meaning(situation: Situation, options: Fsdp2Options | AccelerateFsdp2Options) -> Meaning:
+    """What holds for fully_shard however it was reached, but for what is communicated."""
+    notes = ["each parameter's rows are padded to a multiple of the shards", "one norm a parameter is all-reduced"]
+    if not options.reshard_after_forward:
+        notes.append("parameters stay gathered between forward and backward: half the all-gathers, more memory")
+    else:
+        notes.append("what lies in no unit stays gathered between forward and backward")
+    return plain(
+        situation,
+        gather=short(situation.computed) if situation.world_size > 1 else NONE,
+        reduce=short(situation.stored) if situation.world_size > 1 else NONE,
+        masters=f"{short(situation.stored)} shards, the parameters themselves",
+        averages="fully_shard, in the reduce-scatter",
+        least=fully_shard_least(situation),
+        notes=tuple(notes),
+        translated={
+            "train.precision": "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32) and autocast"
+            if situation.precision == "bf16-mixed"
+            else f"parameters in {short(situation.stored)}",
+            "blocks": "one fully_shard a block" if situation.anatomy.units else "fully_shard of the whole model",
+            "backend.options.reshard_after_forward": f"reshard_after_forward={options.reshard_after_forward}",
+            "backend.options.cpu_offload": "CPUOffloadPolicy" if options.cpu_offload else "no offload",
+        },
     )
 
 

@@ -18,6 +18,7 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
+from shardkit.engines.meaning import Meaning, Situation, plain
 from shardkit.engines.names import trainable
 from shardkit.engines.options import SingleOptions
 from shardkit.engines.whole import autocast, clipped_step, load_whole, whole_scalars, whole_state
@@ -31,6 +32,10 @@ class SingleEngine(Engine):
     @classmethod
     def describe(cls, options: SingleOptions) -> Traits:
         return Traits(reduces="nothing", max_world_size=1, needs_process_group=False)
+
+    @classmethod
+    def explain(cls, options: SingleOptions, situation: Situation) -> Meaning:
+        return plain(situation, traffic={}, least={})
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: SingleOptions

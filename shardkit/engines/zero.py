@@ -8,13 +8,15 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
 
 from shardkit.engines.api import EngineSettings, StepReport, Traits
+from shardkit.engines.meaning import NONE, Meaning, Situation, clipping, short
 from shardkit.engines.options import DeepSpeedOptions
+from shardkit.engines.traffic import zero_least, zero_traffic
 from shardkit.errors import EngineError
 
 SHARDED = {
@@ -38,6 +40,56 @@ def zero_traits(options: DeepSpeedOptions) -> Traits:
         # 0.19.8 rebuilds Adagrad without its groups.
         refused_optimizers=frozenset({"Adafactor", "Adagrad", "Lamb", "LAMB", "LARS", "Muon"}),
     )
+
+
+def zero_meaning(situation: Situation, options: DeepSpeedOptions) -> Meaning:
+    """What holds for ZeRO however it was reached; DeepSpeed keeps, gathers and reduces fp32 under every precision."""
+    several = situation.world_size > 1
+    place = "in host memory" if options.offload_optimizer else "beside the parameters"
+    return Meaning(
+        storage="fp32",
+        compute=short(situation.computed),
+        gather="fp32" if several else NONE,
+        reduce="fp32" if several else NONE,
+        masters=f"fp32 flat partitions {place}",
+        norm_statistics="fp32",
+        averages="DeepSpeed, before the reduction",
+        clips=clipping(situation, "DeepSpeed, in its step"),
+        nonfinite="DeepSpeed, which leaves the step out and is asked",
+        traffic=zero_traffic(situation, options),
+        least=zero_least(situation, options),
+        notes=_notes(situation, options) if several else (),
+        translated={
+            "batch.micro_batch_size": f"train_micro_batch_size_per_gpu={situation.micro_batch_size}, told and not used",
+            "train.max_grad_norm": f"gradient_clipping={situation.max_grad_norm or 0.0}",
+            "train.precision": "torch_autocast, bfloat16" if situation.precision == "bf16-mixed" else "no autocast",
+            **{f"backend.options.{key}": into for key, into in _options(options).items()},
+        },
+    )
+
+
+def _notes(situation: Situation, options: DeepSpeedOptions) -> tuple[str, ...]:
+    """What DeepSpeed 0.19.8 communicates otherwise than its papers say."""
+    if options.stage == 3:
+        return (
+            "parameters used again within 10^9 elements stay gathered until the backward: psi a micro-step and not 2",
+            f"those of at most {options.stage3_param_persistence_threshold} elements stay whole, gathered once a step",
+            "each parameter is padded to a multiple of the ranks",
+        )
+    found = ["gradients are all-reduced, not reduce-scattered: twice as much on the wire as is needed"]
+    if options.stage == 2 and situation.accumulation > 1:
+        found.append("they are reduced each micro-step, as a rank keeps only its part of them")
+    return (*found, "each flat group of the optimizer is padded")
+
+
+def _options(options: DeepSpeedOptions) -> dict[str, str]:
+    """Option -> what it becomes in DeepSpeed's configuration."""
+    offloaded = {
+        "offload_optimizer": "offload_optimizer.device=" + ("cpu" if options.offload_optimizer else "none"),
+        "offload_parameters": "offload_param.device=" + ("cpu" if options.offload_parameters else "none"),
+    }
+    same = {f.name: f"{f.name}={getattr(options, f.name)}" for f in fields(options) if f.name not in offloaded}
+    return {key: f"zero_optimization.{into}" for key, into in {**same, **offloaded}.items()}
 
 
 def prepare_deepspeed() -> Any:

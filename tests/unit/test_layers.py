@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "shardkit"
 ORDER = [
     ["errors", "shipped", "parent", "memory"],
     ["recipe"],
-    ["world"],
+    ["world", "communication"],
     ["data", "models", "losses"],
     ["normalization"],
     ["engines"],
