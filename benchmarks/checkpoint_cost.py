@@ -183,8 +183,8 @@ def main() -> None:
             memory = max(m for _, m in found[other])
             spread = f"{median(each):.2f} ({min(each):.2f} to {max(each):.2f})"
             seconds = median(own[0] for own in found["ours"])
-            ratios.append(f"| {backend} | {other} | {spread} | {seconds:.2f} | {memory:.0f} |")
-    print("\n| backend | against | time of ours / its | ours, s | its MiB more a rank |\n|---|---|---|---|---|")
+            ratios.append(f"| {backend}: {other} | {spread} | {seconds:.2f} | {memory:.0f} |")
+    print("\n| ours against | time of ours / its | ours, s | its MiB more a rank |\n|---|---|---|---|")
     print("\n".join(ratios))
 
 

@@ -80,3 +80,17 @@ def test_times_are_printed_as_ratios_with_their_spread() -> None:
     assert all(0 < row["median"] < 100 for row in ratios.values())
     assert re.search(r"torch \d.*2 ranks on gloo", text)
     assert text.count(" to ") == len(times) + len(ratios)
+
+
+def test_checkpoints_cost_what_the_documentation_says() -> None:
+    costs, ratios = tables(benchmark("checkpoint_cost"))
+    assert list(costs) == ["ddp", "fsdp2", "zero2", "zero3"]
+    for row in costs.values():
+        assert row["save: MiB more a rank"] <= 64 and row["load: MiB more a rank"] <= 256
+        # 573 MiB of weights and moments, each byte once, half of it on each rank.
+        assert 573 <= row["MiB written"] <= 578 and row["MiB largest shard"] <= 292
+        # A tenth on an idle machine; this one is busy with the suite.
+        assert row["async waits"] <= 0.5
+    assert len(ratios) == 6
+    full = {row for row in ratios if "full" in row}
+    assert all(ratios[row]["its MiB more a rank"] > 64 for row in full if row.startswith("fsdp2"))
