@@ -1,4 +1,4 @@
-"""The console command `shardkit`: launch, doctor, compare, check, runs, convert, checkpoint, recipes, backends."""
+"""The console command `shardkit`: launch, doctor, explain, compare, check, runs, convert, checkpoint and lists."""
 
 from __future__ import annotations
 
@@ -224,6 +224,28 @@ def check(
                 as_json=json,
             )
         )
+
+    _end(run)
+
+
+@app.command()
+def explain(
+    recipe: Annotated[str, typer.Argument(help="path of the recipe")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="settings over it")] = None,
+    backends: Annotated[str, typer.Option(metavar="A,B,C", help="by default the recipe's")] = "",
+    world_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="processes; by default what a launch would start")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what a recipe comes to on each backend: dtypes, collectives, clipping, and what becomes of each setting."""
+    from shardkit.explain import command
+    from shardkit.explain.table import table
+
+    def run() -> int:
+        found = command.explained(recipe, overrides or [], _split(backends), world_size)
+        _print([each.to_json() for each in found] if json else table(found))
+        return 0
 
     _end(run)
 

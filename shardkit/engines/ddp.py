@@ -105,7 +105,7 @@ def replicas_meaning(situation: Situation, options: DdpOptions) -> Meaning:
     finds = "parameters without a gradient are looked for: one int32 a parameter is all-reduced too"
     return plain(
         situation,
-        averages="DistributedDataParallel, in the all-reduce",
+        averages="DDP, in the all-reduce",
         traffic=replicas_traffic(situation, options),
         least=replicas_traffic(situation, DdpOptions()),
         notes=(finds,) if options.find_unused_parameters else (),

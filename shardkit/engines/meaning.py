@@ -126,4 +126,4 @@ def clipping(situation: Situation, who: str) -> str:
     """Where gradients are clipped; by the global 2-norm, in any engine that keeps the contract."""
     if situation.max_grad_norm is None:
         return "nowhere"
-    return f"{who}, by the global 2-norm over all ranks"
+    return f"{who}, by the global 2-norm"

@@ -39,7 +39,7 @@ def check(loaded: Loaded, *, world_size: int | None = None) -> Preflight:
     recipe = loaded.recipe
     problems: list[Problem] = []
     device = _device(loaded, problems)
-    size = world_size or _processes(loaded, device)
+    size = world_size or processes(loaded, device)
     if world_size is None:
         problems += _too_many(loaded, device, size)
     problems += [
@@ -67,7 +67,7 @@ def _device(loaded: Loaded, problems: list[Problem]) -> str:
         return "cpu"
 
 
-def _processes(loaded: Loaded, device: str) -> int:
+def processes(loaded: Loaded, device: str) -> int:
     """Processes on this machine when nobody above has decided."""
     asked = loaded.recipe.launch.nproc_per_node
     if isinstance(asked, int):

@@ -23,6 +23,7 @@ ORDER = [
     ["launch"],
     ["train"],
     ["doctor"],
+    ["explain"],
     ["compare"],
     ["cli"],
 ]
