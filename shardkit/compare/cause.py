@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardkit.compare.results import Arm
 from shardkit.compare.settings import Setting, differences, facts
 
+DTYPES = {"fp64", "fp32", "bf16", "fp16"}
 NOTHING = "no setting differs: non-determinism, or a fault of a backend; `shardkit check` names the first tensor"
 
 
@@ -65,7 +66,7 @@ RULES = (
     Rule(cause="another global batch size", keys=r"^batch\.global_batch_size$"),
     Rule(
         cause="precision: another compute or reduction dtype",
-        keys=r"^train\.precision$|explain: .*(dtype|compute|reduce|master)",
+        keys=r"^train\.precision$|^explain: dtypes\.(storage|compute|gather|reduce|norm_statistics)",
     ),
     Rule(cause="clipping of gradients", keys=r"^train\.max_grad_norm$"),
     Rule(
@@ -100,7 +101,7 @@ _BY_CURVE = {
 
 def changes_maths(reference: Arm, arm: Arm) -> bool:
     """Whether a setting of the recipe differs that makes any model train otherwise."""
-    keys = [each.key for each in differences(reference, arm) if not each.key.startswith("explain: ")]
+    keys = [each.key for each in differences(reference, arm) if _speaks(each)]
     return any(re.search(rule.keys, key) for rule in RULES if rule.certain for key in keys)
 
 
@@ -130,7 +131,7 @@ def probable(
 ) -> list[tuple[str, list[Setting]]]:
     """(cause, the settings that speak for it), the likeliest first; a setting speaks for one cause only."""
     found: list[tuple[str, list[Setting]]] = []
-    left = list(settings)
+    left = [setting for setting in settings if _speaks(setting)]
     for rule in RULES:
         if not rule.applies(reference, arm):
             continue
@@ -139,6 +140,11 @@ def probable(
             found.append((rule.cause, why))
             left = [setting for setting in left if setting not in why]
     return found
+
+
+def _speaks(setting: Setting) -> bool:
+    """Whether it can be a cause: one process reduces in no dtype, which is not another dtype."""
+    return not setting.key.startswith("explain: dtypes.") or {setting.reference, setting.arm} <= DTYPES
 
 
 def _told(setting: Setting) -> str:

@@ -33,6 +33,8 @@ class Traffic:
     bytes: float | None
     theory_calls: float | None
     theory_bytes: float | None
+    least_bytes: float | None
+    # What such a partition needs at least, by theory.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,8 @@ def _peaks(run: Run) -> dict[str, float | None]:
 def _communication(arm: Arm, profiles: Sequence[Mapping[str, Any]]) -> tuple[Traffic, ...]:
     measured = [_per_step(profile) for profile in profiles]
     theory = per_collective((arm.explanation or {}).get("communication"))
-    kinds = sorted({kind for each in (*measured, theory) for kind in each})
+    least = per_collective((arm.explanation or {}).get("communication_least"))
+    kinds = sorted({kind for each in (*measured, theory, least) for kind in each})
     return tuple(
         Traffic(
             kind=kind,
@@ -100,6 +103,7 @@ def _communication(arm: Arm, profiles: Sequence[Mapping[str, Any]]) -> tuple[Tra
             bytes=_median(each.get(kind, {}).get("bytes") for each in measured),
             theory_calls=theory.get(kind, {}).get("calls"),
             theory_bytes=theory.get(kind, {}).get("bytes"),
+            least_bytes=least.get(kind, {}).get("bytes"),
         )
         for kind in kinds
     )

@@ -77,7 +77,7 @@ class Equivalence:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON: a number that is not finite is null."""
-        return _plain(asdict(self))
+        return plain(asdict(self))
 
 
 def equivalence(comparison: Comparison, arm: Arm) -> Equivalence:
@@ -295,9 +295,10 @@ def _with(found: Equivalence, **changes: Any) -> Equivalence:
     return replace(found, **changes)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON has it: lists for tuples, null for a number that is not finite."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,6 +10,8 @@ from shardkit.compare.results import Arm
 
 # Where a run writes, what it keeps and shows: never why two curves differ.
 UNTOLD = ("run_dir", "name", "metrics", "checkpoint.folder", "launch.timeout_seconds", "init_from")
+# What an explanation says of the recipe again, or what has a table of its own.
+FOLLOWING = ("communication", "settings", "backend", "adapter", "world_size")
 ABSENT = "-"
 
 
@@ -41,7 +43,8 @@ def facts(arm: Arm) -> dict[str, str]:
     worlds = {run.environment["world_size"] for run in arm.runs if run.environment.get("world_size")}
     if worlds:
         recipe["world size"] = ", ".join(str(size) for size in sorted(worlds))
-    explained = dict(_leaves(arm.explanation or {}, "explain: "))
+    told = {key: value for key, value in (arm.explanation or {}).items() if not key.startswith(FOLLOWING)}
+    explained = dict(_leaves(told, "explain: "))
     return {key: _text(value) for key, value in {**recipe, **explained}.items()}
 
 
