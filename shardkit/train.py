@@ -10,7 +10,9 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +27,9 @@ from shardkit.run_folder import RunFolder
 if TYPE_CHECKING:
     from shardkit.checkpoint.resume import Resumed
     from shardkit.data.loader import Windows
-    from shardkit.loop import Journal, Outcome
+    from shardkit.loop import Journal, Outcome, Saving
     from shardkit.normalization.report import Applied
+    from shardkit.profile import Profile
     from shardkit.recipe.load import Loaded
     from shardkit.recipe.schema import Recipe
     from shardkit.world import World
@@ -56,6 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(recipe: Recipe, world: World, folder: RunFolder) -> bool:
     """Build what the recipe names, train, and say how it went; whether it stopped early, with a checkpoint."""
+    if not recipe.metrics.profile:
+        return _train(recipe, world, folder, None)
+    from shardkit.profile import newest_bytes, profiling
+
+    with profiling(world) as profile:
+        stopped = _train(recipe, world, folder, profile)
+        profile.write(folder.path / "profile.json", newest_bytes(_checkpoints(recipe, folder)))
+    return stopped
+
+
+def _checkpoints(recipe: Recipe, folder: RunFolder) -> str:
+    """Where the run's checkpoints are."""
+    return recipe.checkpoint.folder or str(folder.checkpoints)
+
+
+def _train(recipe: Recipe, world: World, folder: RunFolder, profile: Profile | None) -> bool:
     import torch
 
     from shardkit.checkpoint.storage import open_storage
@@ -92,8 +111,11 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> bool:
         _report_norms(engine.norms.applied, folder)
     scheduler = build_scheduler(recipe.scheduler, engine.optimizer) if recipe.scheduler is not None else None
     seed_apart(recipe.seed, world.rank)
-    storage = open_storage(recipe.checkpoint.folder or str(folder.checkpoints))
+    storage = open_storage(_checkpoints(recipe, folder))
+    begun = time.perf_counter()
     resumed = begin(recipe, engine, storage, windows.order, scheduler, world)
+    if profile is not None and (resumed.checkpoint is not None or recipe.init_from is not None):
+        profile.loaded(time.perf_counter() - begun)
     if world.rank == 0:
         _take_up(resumed, recipe, world, folder)
     cadence = Cadence(
@@ -103,10 +125,17 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> bool:
         evaluate_every=recipe.evaluation.every,
         save_last=recipe.saves and recipe.checkpoint.final,
     )
-    saving = RunCheckpoints(recipe, engine, storage, windows.order, scheduler, resumed.best) if recipe.saves else None
+    saving: Saving | None = None
+    if recipe.saves:
+        saving = RunCheckpoints(recipe, engine, storage, windows.order, scheduler, resumed.best)
+    scores = (lambda: evaluate(engine, eval_windows, loss)) if eval_windows is not None else None
     if resumed.position.step >= cadence.last and world.rank == 0:
         log.info("shardkit: all %d steps are made; there is nothing left to train", cadence.last)
     journal = _open_journal(recipe, world, folder, cadence.last, resumed)
+    if profile is not None:
+        journal = replace(journal, progress=profile.watching(journal.progress))
+        saving = profile.saving(saving) if saving is not None else None
+        scores = profile.uncounted(scores) if scores is not None else None
     try:
         outcome = fit(
             engine,
@@ -115,7 +144,7 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> bool:
             nonfinite=recipe.train.nonfinite,
             cadence=cadence,
             scheduler=scheduler,
-            evaluate=(lambda: evaluate(engine, eval_windows, loss)) if eval_windows is not None else None,
+            evaluate=scores,
             journal=journal,
             start=resumed.position,
             saving=saving,

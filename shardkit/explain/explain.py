@@ -9,7 +9,7 @@ from typing import Any
 from shardkit import shipped
 from shardkit.communication import Traffic, added
 from shardkit.engines import registry
-from shardkit.engines.api import Engine, Traits
+from shardkit.engines.api import Traits
 from shardkit.engines.checks import check_backend
 from shardkit.engines.meaning import Meaning, Situation, meaning_of
 from shardkit.errors import BackendError, Problem, RecipeError, RequestError
@@ -66,8 +66,10 @@ def explain_one(loaded: Loaded, world_size: int | None = None) -> Explanation:
     translated: dict[str, str] = {}
     try:
         adapter = registry.load(recipe.backend.adapter)
-        refusals += check_backend(loaded, device, ranks)
-        options = make_options(_without_unknown(loaded, adapter), adapter.Options)
+        refusals += check_options(loaded, adapter.Options)
+        sound = _without(loaded, {problem.key for problem in refusals})
+        refusals += check_backend(sound, device, ranks)
+        options = make_options(sound, adapter.Options)
         subject = look(loaded, world_size=ranks, accumulation=accumulation)
     except BackendError as error:
         refusals.append(Problem(place=loaded.place("backend"), key="backend", message=str(error)))
@@ -134,9 +136,8 @@ def _refused(loaded: Loaded, complaints: Any) -> list[Problem]:
     return [Problem(place=loaded.place(key), key=key, message=message) for key, message in complaints]
 
 
-def _without_unknown(loaded: Loaded, adapter: type[Engine]) -> Loaded:
-    """The recipe without the options that its adapter refuses, which are told."""
-    wrong = {problem.key for problem in check_options(loaded, adapter.Options)}
+def _without(loaded: Loaded, wrong: set[str]) -> Loaded:
+    """The recipe without the options of these keys, which are refused."""
     backend = loaded.recipe.backend
     kept = {key: value for key, value in backend.options.items() if _OPTIONS + key not in wrong}
     return Loaded(replace(loaded.recipe, backend=replace(backend, options=kept)), loaded.origins, loaded.path)

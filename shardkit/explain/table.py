@@ -48,7 +48,7 @@ def table(explanations: Sequence[Explanation]) -> str:
     lines += [line for label, cell in equal for line in _row(label, [cell], WIDTH - LABEL - len(GAP))]
     for begin in range(0, len(shown), _fitting()):
         some = slice(begin, begin + _fitting())
-        names = [e.backend for e in shown[some]]
+        names = [e.backend + (" (refuses)" if e.refused else "") for e in shown[some]]
         width = (WIDTH - LABEL) // max(len(names), 1) - len(GAP)
         if apart:
             lines += ["", *_row("", names, width)]
@@ -151,7 +151,8 @@ def _settings(explanations: Sequence[Explanation]) -> list[str]:
     """Each setting that is given, with what becomes of it; what all consume alike together, by who does."""
     alike: dict[str, list[str]] = {}
     apart: list[str] = []
-    for key in dict.fromkeys(fate.key for e in explanations for fate in e.settings):
+    keys = dict.fromkeys(fate.key for e in explanations for fate in e.settings)
+    for key in (key for key in keys if key not in ("backend.name", "backend.adapter")):
         found = [(e.backend, fate) for e in explanations for fate in e.settings if fate.key == key]
         fates = {(fate.how, fate.into, repr(fate.value)) for _, fate in found}
         how, into, _ = next(iter(fates))

@@ -327,6 +327,8 @@ class Metrics:
     # Optimizer steps between training lines.
     tensorboard: bool = False
     # Also write tensorboard/ in the run folder.
+    profile: bool = False
+    # Also write profile.json: memory and communication of each rank, and what starting and saving took.
 
     def check(self) -> Iterator[Complaint]:
         if self.every < 1:

@@ -19,7 +19,7 @@ ORDER = [
     ["window"],
     ["optimizer", "seeds", "run_folder", "environment", "evaluation", "metrics", "progress"],
     ["checkpoint"],
-    ["loop", "saving"],
+    ["loop", "saving", "profile"],
     ["launch"],
     ["train"],
     ["doctor"],
