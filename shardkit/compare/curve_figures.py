@@ -126,4 +126,4 @@ def _names(found: Mapping[str, Verdict], rows: Sequence[Spec]) -> list[str]:
 def _by_arm(arms: Sequence[str], reference: float, other: float) -> Spec:
     """One value for the reference, another for all others."""
     values = [reference if arm.endswith("(reference)") else other for arm in arms]
-    return {"field": "arm", "type": "nominal", "legend": None, "scale": {"domain": list(arms), "range": values}}
+    return {"field": "arm", "type": "ordinal", "sort": None, "scale": {"domain": list(arms), "range": values}}

@@ -66,13 +66,13 @@ def of_arm(arms: Sequence[str]) -> Spec:
     return {
         "color": {
             "field": "arm",
-            "type": "nominal",
+            "type": "ordinal",
             "sort": None,
             "scale": {"domain": list(arms), "range": [COLORS[i % len(COLORS)] for i in many]},
         },
         "strokeDash": {
             "field": "arm",
-            "type": "nominal",
+            "type": "ordinal",
             "sort": None,
             "scale": {"domain": list(arms), "range": [DASHES[i % len(DASHES)] for i in many]},
         },

@@ -260,9 +260,9 @@ def _equivalent(curves: Sequence[Curve], compared: Sequence[int], facts: dict[st
     if telling < compared[-1]:
         # Of a model that does not amplify, the steps after that say something all the same.
         sentence += (
-            f" ({_largest(loss, compared[-1]):.1e} over all {compared[-1]}, of which those after {telling} prove "
+            f", {_largest(loss, compared[-1]):.1e} over all {compared[-1]} (after step {telling} rounding alone may do "
+            "more to a sensitive model, so those are no evidence)"
         )
-        sentence += "nothing: rounding alone can do more to a sensitive model by then)"
     return Equivalence(verdict="equivalent", sentence=sentence + ".", **facts)
 
 

@@ -13,6 +13,7 @@ UNTOLD = ("run_dir", "name", "metrics", "checkpoint.folder", "launch.timeout_sec
 # What an explanation says of the recipe again, or what has a table of its own.
 FOLLOWING = ("communication", "settings", "backend", "adapter", "world_size")
 ABSENT = "-"
+EXPLAINED = "explain: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,9 @@ def differences(reference: Arm, arm: Arm) -> list[Setting]:
     """Every setting that is not the same, those of the recipe first."""
     ours, theirs = facts(reference), facts(arm)
     keys = dict.fromkeys([*ours, *theirs])
+    if reference.explanation is None or arm.explanation is None:
+        # What one of them does not say is no difference.
+        keys = [key for key in keys if not key.startswith(EXPLAINED)]
     return [
         Setting(key=key, reference=ours.get(key, ABSENT), arm=theirs.get(key, ABSENT))
         for key in keys
@@ -44,7 +48,7 @@ def facts(arm: Arm) -> dict[str, str]:
     if worlds:
         recipe["world size"] = ", ".join(str(size) for size in sorted(worlds))
     told = {key: value for key, value in (arm.explanation or {}).items() if not key.startswith(FOLLOWING)}
-    explained = dict(_leaves(told, "explain: "))
+    explained = dict(_leaves(told, EXPLAINED))
     return {key: _text(value) for key, value in {**recipe, **explained}.items()}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardkit.compare.bootstrap import Interval
 from shardkit.compare.costs import Costs
 from shardkit.compare.results import Comparison
-from shardkit.compare.settings import ABSENT, facts
+from shardkit.compare.settings import ABSENT, EXPLAINED, facts
 from shardkit.compare.verdict import Verdict
 
 MIB = 2**20
@@ -137,11 +137,10 @@ def times_table(found: Mapping[str, Verdict]) -> Table:
 
 def settings_table(comparison: Comparison, *, explained: bool) -> Table:
     """The settings that are not the same in all arms, side by side: of the recipes, or of what they come to."""
-    mark = "explain: "
     known = [facts(arm) for arm in comparison.arms]
-    keys = dict.fromkeys(key for each in known for key in each if key.startswith(mark) == explained)
+    keys = dict.fromkeys(key for each in known for key in each if key.startswith(EXPLAINED) == explained)
     rows = [
-        (key.removeprefix(mark), *values)
+        (key.removeprefix(EXPLAINED), *values)
         for key in keys
         if len(set(values := [each.get(key, ABSENT) for each in known])) > 1
     ]

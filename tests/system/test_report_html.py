@@ -1,0 +1,225 @@
+"""report.html in a real browser: what it shows on a desktop, a phone and in the dark, and that it fetches nothing.
+
+Screenshots are left in $SHARDKIT_ARTEFACTS, else in build/artefacts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.compare.report import render
+from tests.comparisons import whole_comparison
+
+ROOT = Path(__file__).parents[2]
+ARTEFACTS = Path(os.environ.get("SHARDKIT_ARTEFACTS") or ROOT / "build" / "artefacts")
+SWITCHES = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-default-apps",
+)  # fmt: skip
+PLOTS = {
+    "loss": "path", "loss-difference": "path", "grad-norm": "path", "grad-norm-difference": "path",
+    "throughput": "path", "speed-ratio": "path", "memory": "path", "communication": "path",
+}  # fmt: skip
+
+
+def found(*names: str) -> str | None:
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def program(*names: str) -> str:
+    """A program's path; without it the test fails in CI, and is skipped elsewhere."""
+    path = found(*names)
+    if path is None:
+        message = f"{names[0]} is not installed: apt-get install -y chromium chromium-driver"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return path
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    written = render(whole_comparison(), folder)
+    assert [path.name for path in written] == ["report.md", "report.json", "report.html"]
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    chromium, driver = program("chromium", "chromium-browser", "google-chrome"), program("chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for switch in (*SWITCHES, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(switch)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    opened = webdriver.Chrome(options=options, service=Service(driver))
+    yield opened
+    opened.quit()
+
+
+def open_page(browser: Any, report: Path, *, width: int, height: int = 900, dark: bool = False) -> None:
+    """Open the report at a size and wait until it is drawn."""
+    features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    resize(browser, width, height)
+    for log in ("browser", "performance"):
+        browser.get_log(log)
+    browser.get(report.as_uri())
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        if drawn := browser.execute_script("return document.documentElement.dataset.drawn"):
+            assert drawn == "yes", browser.get_log("browser")
+            return
+        time.sleep(0.1)
+    pytest.fail(f"the figures were not drawn in 30 s: {browser.get_log('browser')}")
+
+
+def resize(browser: Any, width: int, height: int) -> None:
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def keep_screenshot(browser: Any, name: str, width: int) -> Path:
+    """The whole page as a picture."""
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    resize(browser, width, browser.execute_script("return document.documentElement.scrollHeight"))
+    time.sleep(0.5)
+    path = ARTEFACTS / f"report-{name}.png"
+    assert browser.save_screenshot(str(path))
+    return path
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two CSS colours, as WCAG 2.2 defines it."""
+
+    def luminance(color: str) -> float:
+        parts = [float(part) / 255 for part in color[color.index("(") + 1 : -1].split(",")[:3]]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_each_figure_has_marks_and_the_verdicts_are_there(browser: Any, report: Path) -> None:
+    open_page(browser, report, width=1280)
+    for name, kind in PLOTS.items():
+        marks = f"#plot-{name} svg [class*='mark-'][class*='role-mark'] {kind}"
+        sizes = browser.execute_script(
+            "return [...document.querySelectorAll(arguments[0])].map(each => each.getBoundingClientRect())"
+            ".map(box => [box.width, box.height])",
+            marks,
+        )
+        assert sizes, f"figure {name} has no marks"
+        assert any(width > 3 or height > 3 for width, height in sizes), f"the marks of {name} have no size"
+    text = browser.execute_script("return document.body.innerText")
+    for word in (
+        "equivalent",
+        "different",
+        "inconclusive",
+        "failed",
+        "different from step 1 on",
+        "BatchNorm statistics",
+        "Pick ",
+        "python -m shardkit.launch recipe.yaml backend=ddp",
+    ):
+        assert word.lower() in text.lower(), word
+    keep_screenshot(browser, "desktop", 1280)
+
+
+def test_nothing_is_fetched_and_no_error_is_logged(browser: Any, report: Path) -> None:
+    open_page(browser, report, width=1280)
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [each["params"]["request"]["url"] for each in events if each["method"] == "Network.requestWillBeSent"]
+    assert asked
+    assert {url.split(":")[0] for url in asked} <= {"file", "data"}
+    assert [url for url in asked if url.startswith("file:")] == [report.as_uri()]
+
+
+def test_the_file_is_small_enough_to_send(report: Path) -> None:
+    assert report.stat().st_size < 5_000_000
+
+
+def test_a_phone_shows_it_without_scrolling_sideways(browser: Any, report: Path) -> None:
+    open_page(browser, report, width=390, height=844)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    too_wide = browser.execute_script(
+        "return [...document.querySelectorAll('.plot svg')].filter(e => e.getBoundingClientRect().right > 390).length"
+    )
+    assert too_wide == 0
+    keep_screenshot(browser, "phone", 390)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_and_lines_stand_out(browser: Any, report: Path, dark: bool) -> None:
+    open_page(browser, report, width=1280, dark=dark)
+    color = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    page = browser.execute_script(color, "body", "backgroundColor")
+    for selector in ("body", ".note", "figcaption", "a[href='#figures']"):
+        assert contrast(page, browser.execute_script(color, selector, "color")) >= 4.5, selector
+    for word in ("equivalent", "different", "inconclusive"):
+        ground = browser.execute_script(color, f".word.{word}", "backgroundColor")
+        assert contrast(ground, browser.execute_script(color, f".word.{word}", "color")) >= 4.5, word
+    # Axis labels take the colour of the page.
+    assert contrast(page, browser.execute_script(color, "#plot-loss .role-axis-label text", "fill")) >= 4.5
+    lines = browser.execute_script(
+        "return [...document.querySelectorAll('#plot-loss .mark-line path')].map(e => getComputedStyle(e).stroke)"
+    )
+    assert lines
+    assert all(contrast(page, line) >= 3 for line in lines)
+    if dark:
+        keep_screenshot(browser, "dark", 1280)
+
+
+def test_a_keyboard_reaches_everything(browser: Any, report: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    open_page(browser, report, width=1280)
+    active = browser.switch_to.active_element
+    active.send_keys(Keys.TAB)
+    assert browser.switch_to.active_element.get_attribute("class") == "skip"
+    assert browser.switch_to.active_element.rect["x"] >= 0
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+    assert browser.switch_to.active_element.get_attribute("id") == "content"
+    reached = set()
+    for _ in range(60):
+        browser.switch_to.active_element.send_keys(Keys.TAB)
+        here = browser.switch_to.active_element
+        reached.add(here.tag_name)
+        outline = browser.execute_script("return getComputedStyle(arguments[0]).outlineStyle", here)
+        assert here.tag_name == "body" or outline != "none", here.tag_name
+        if {"summary", "pre", "div"} <= reached:
+            return
+    pytest.fail(f"the tab key reached only {reached}")
+
+
+def test_a_screen_reader_finds_its_way(browser: Any, report: Path) -> None:
+    open_page(browser, report, width=1280)
+    count = "return document.querySelectorAll(arguments[0]).length"
+    for landmark in ("header", "nav[aria-label]", "main", "footer", "h1"):
+        assert browser.execute_script(count, landmark) == 1, landmark
+    levels = browser.execute_script("return [...document.querySelectorAll('h1,h2,h3')].map(e => +e.tagName[1])")
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+    assert browser.execute_script(count, "table") == browser.execute_script(count, "table > caption")
+    assert browser.execute_script(count, ".plot svg[role=img][aria-label]") == len(PLOTS)
+    assert browser.execute_script("return document.documentElement.lang") == "en"
+
+
+def test_what_was_measured_cannot_become_markup(browser: Any, report: Path) -> None:
+    open_page(browser, report, width=1280)
+    assert browser.execute_script("return document.querySelectorAll('td b, th b, h3 b, p b').length") == 0
+    assert "rank 1: <RuntimeError> & 'quotes'" in browser.execute_script("return document.body.innerText")
