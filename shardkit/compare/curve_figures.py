@@ -26,7 +26,7 @@ def overlay(found: Mapping[str, Verdict], name: str, title: str, place: str) -> 
     if not rows:
         return None
     arms = _names(found, rows)
-    mark: Spec = {"type": "line", "strokeWidth": 2, "tooltip": True}
+    mark: Spec = {"type": "line", "tooltip": True}
     encoding: Spec = {
         "x": steps_axis(),
         "y": axis("value", title.lower(), scale={"zero": False}),
@@ -126,4 +126,9 @@ def _names(found: Mapping[str, Verdict], rows: Sequence[Spec]) -> list[str]:
 def _by_arm(arms: Sequence[str], reference: float, other: float) -> Spec:
     """One value for the reference, another for all others."""
     values = [reference if arm.endswith("(reference)") else other for arm in arms]
-    return {"field": "arm", "type": "ordinal", "sort": None, "scale": {"domain": list(arms), "range": values}}
+    return {
+        "field": "arm",
+        "type": "ordinal",
+        "sort": None,
+        "scale": {"type": "ordinal", "domain": list(arms), "range": values},
+    }
