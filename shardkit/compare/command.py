@@ -51,7 +51,7 @@ def compare(wanted: Wanted) -> int:
     )
     if wanted.repeats < 1:
         raise RequestError(f"--repeats {wanted.repeats} compares nothing; expected 1 or more")
-    loaded = _checked(requests)
+    loaded, sizes = _checked(requests)
     folder = wanted.output or Path("runs") / "compare" / time.strftime("%Y%m%d-%H%M%S")
     plan(folder, requests, {"repeats": wanted.repeats, "steps": wanted.steps})
     seeds = {arm.name: write_seed(loaded[arm.name].recipe, folder) for arm in requests}
@@ -83,7 +83,7 @@ def compare(wanted: Wanted) -> int:
         replace(
             read_arm(arm.name, [each.folder for each in jobs if each.arm is arm and each.folder.name != AGAIN]),
             command=arm.command(*jobs[index].settings),
-            explanation=_explanation(loaded[arm.name]),
+            explanation=_explanation(loaded[arm.name], sizes[arm.name]),
             runs=[_ended(each) for each in jobs if each.arm is arm and each.folder.name != AGAIN],
         )
         for index, arm in enumerate(requests)
@@ -222,38 +222,42 @@ def _findings(
 
 
 def _report(arms: list[Arm], noise: list[Run] | None, steps: int | None, folder: Path, *, failed: bool) -> int:
-    from shardkit.compare.report import render, table
-    from shardkit.compare.verdict import verdicts
+    from shardkit.compare.report import can_draw, render, table
+    from shardkit.compare.verdict import are_equal, verdicts
 
     comparison = Comparison(arms=arms, reference=arms[0].name, noise=noise, steps=steps)
     folder.mkdir(parents=True, exist_ok=True)
     judged = verdicts(comparison)
     print(table(comparison, judged))
-    render(comparison, folder)
-    print(f"report: {folder / 'report.html'}, report.md, report.json", file=sys.stderr)
+    written = render(comparison, folder, judged)
+    print(f"report: {', '.join(str(path) for path in written)}", file=sys.stderr)
+    if not can_draw():
+        print("report.html needs the extra reports: pip install 'shardkit[reports]'", file=sys.stderr)
     if failed:
         return FAILED
-    return 0 if all(each.outcome == "equivalent" for each in judged.values()) else DIFFERENT
+    return 0 if are_equal(judged) else DIFFERENT
 
 
-def _checked(requests: Sequence[ArmRequest]) -> dict[str, Any]:
-    """Every arm's recipe, checked as a launch checks it, before anything is started.
+def _checked(requests: Sequence[ArmRequest]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Every arm's recipe and number of processes, checked as a launch checks it, before anything is started.
 
     Raises:
         RequestError: what is wrong with each, one a line, with its arm.
     """
     from shardkit.launch import preflight
 
-    loaded, problems = {}, []
+    loaded: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    problems = []
     for arm in requests:
         try:
             loaded[arm.name] = arm.load()
-            preflight.check(loaded[arm.name])
+            sizes[arm.name] = preflight.check(loaded[arm.name]).world_size
         except RequestError as error:
             problems += [f"arm {arm.name}: {line}" for line in str(error).splitlines()]
     if problems:
         raise RequestError("\n".join(problems))
-    return loaded
+    return loaded, sizes
 
 
 def _facts(recipe: Any) -> tuple[int, bool, bool]:
@@ -272,11 +276,10 @@ def _facts(recipe: Any) -> tuple[int, bool, bool]:
     return num_items(build(recipe.data.train)), dropout, norms
 
 
-def _explanation(loaded: Any) -> dict[str, Any] | None:
-    from shardkit.explain.explain import explain
+def _explanation(loaded: Any, world_size: int) -> dict[str, Any]:
+    from shardkit.explain.explain import explain_one
 
-    (found,) = explain(loaded, [loaded.recipe.backend.name], None)
-    return found.to_json()
+    return explain_one(loaded, world_size).to_json()
 
 
 def _ended(job: Job) -> Run:
