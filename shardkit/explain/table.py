@@ -43,19 +43,22 @@ def table(explanations: Sequence[Explanation]) -> str:
     rows += _traffic_rows(shown) + _rest(shown)
     equal = [(label, cells[0]) for label, cells in rows if cells and len(set(cells)) == 1]
     apart = [(label, cells) for label, cells in rows if len(set(cells)) > 1]
-    if len(shown) > 1:
-        lines += ["the same on " + ", ".join(e.backend for e in shown)]
+    names = ", ".join(_named(e) for e in shown)
+    lines += textwrap.wrap(f"the same on {names}" if len(shown) > 1 else names, WIDTH, break_on_hyphens=False)
     lines += [line for label, cell in equal for line in _row(label, [cell], WIDTH - LABEL - len(GAP))]
     for begin in range(0, len(shown), _fitting()):
         some = slice(begin, begin + _fitting())
-        names = [e.backend + (" (refuses)" if e.refused else "") for e in shown[some]]
-        width = (WIDTH - LABEL) // max(len(names), 1) - len(GAP)
+        width = (WIDTH - LABEL) // len(shown[some]) - len(GAP)
         if apart:
-            lines += ["", *_row("", names, width)]
+            lines += ["", *_row("", [_named(e) for e in shown[some]], width)]
         for label, cells in apart:
             lines += _row(label, cells[some], width)
     lines += _notes(shown) + _settings(explanations)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _named(explanation: Explanation) -> str:
+    return explanation.backend + (" (refuses)" if explanation.refused else "")
 
 
 def _fitting() -> int:
@@ -178,12 +181,12 @@ def _given(fate: Fate) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _row(label: str, cells: Sequence[str], width: int) -> list[str]:
     wrapped = [textwrap.wrap(label, LABEL - len(GAP)) or [""]]
-    wrapped += [textwrap.wrap(cell, width) or [""] for cell in cells]
+    wrapped += [textwrap.wrap(cell, width, break_on_hyphens=False) or [""] for cell in cells]
     widths = [LABEL - len(GAP), *[width] * len(cells)]
     return [
         GAP.join(part.ljust(w) for part, w in zip(parts, widths, strict=True))

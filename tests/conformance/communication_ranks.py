@@ -50,15 +50,18 @@ def open_case(backend: Any, case: Any) -> Any:
         max_grad_norm=case.max_grad_norm,
         precision=case.precision,
         blocks=["blocks.*"],
-        normalization="exact" if case.name == "exact" else "sync" if case.name == "sync" else "keep",
+        normalization=case.name if case.name in ("sync", "deferred", "exact") else "keep",
         micro_batch_size=case.micro_batch_size,
     )
 
 
-def live_dtypes(backend: Any, case: Any) -> dict[str, Any]:
-    """What an engine holds and computes with, looked at after one step."""
+def live(backend: Any, cases: list[Any]) -> dict[str, dict[str, Any]]:
+    """Case name -> what an engine holds, computes with and reduces in."""
+    return {case.name: _live(backend, case) for case in cases}
+
+
+def _live(backend: Any, case: Any) -> dict[str, Any]:
     import torch
-    from torch.distributed.tensor import DTensor
 
     import shardkit
     from shardkit.engines.meaning import short
@@ -69,8 +72,7 @@ def live_dtypes(backend: Any, case: Any) -> dict[str, Any]:
 
     def look(module: Any, inputs: Any, output: Any) -> None:
         seen["computed"].add(short(output.dtype))
-        weight = module.weight
-        seen["gathered"].add(short(weight.dtype))
+        seen["gathered"].add(short(module.weight.dtype))
 
     hooks = [m.register_forward_hook(look) for m in engine.model.modules() if isinstance(m, torch.nn.Linear)]
     rank = engine.world.rank
@@ -84,7 +86,6 @@ def live_dtypes(backend: Any, case: Any) -> dict[str, Any]:
     for hook in hooks:
         hook.remove()
     seen["storage"] = {short(p.dtype) for p in engine.model.parameters()}
-    seen["sharded"] = any(isinstance(p, DTensor) for p in engine.model.parameters())
     intervals = list(engine.state())
     seen["masters"] = {short(i.tensor.dtype) for i in intervals if i.kind == "parameter"}
     seen["statistics"] = {

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,20 @@ from typing import Any
 
 import pytest
 
+from shardkit.checkpoint.inspection import as_json
+from shardkit.checkpoint.place import one
 from shardkit.communication import Traffic, Volume, added
 from shardkit.engines import registry
 from shardkit.engines.anatomy import Anatomy, anatomy
 from shardkit.engines.meaning import Meaning, Situation, meaning_of
 from shardkit.engines.names import trainable
+from shardkit.explain.explain import explain
+from shardkit.explain.own import own_traffic
+from shardkit.normalization.policy import apply_policy
 from shardkit.recipe.build import make_options
-from shardkit.recipe.schema import Backend
+from shardkit.recipe.load import load
+from shardkit.recipe.schema import Backend, Normalization, Policy
+from shardkit.world import World
 from tests.conformance.cases import Case, build_model, build_optimizer
 from tests.conformance.conftest import backend_named
 
@@ -125,6 +133,55 @@ def test_counted_is_the_theory_for_every_option_and_precision(
     ranks = launch_ranks(size, "tests.conformance.communication_ranks:count_steps", backend, cases)
     for each in cases:
         check([rank[each.name] for rank in ranks], meaning(backend, each, size))
+
+
+@pytest.mark.parametrize("policy", ["sync", "deferred", "exact"])
+def test_counted_is_the_theory_for_norms_that_share_statistics(
+    launch_ranks: Callable[..., list[Any]], policy: Policy
+) -> None:
+    backend, each = backend_named("ddp"), case(policy, 2, 2, model="batchnorm")
+    ranks = launch_ranks(2, "tests.conformance.communication_ranks:count_steps", backend, [each])
+    applied = apply_policy(build_model(each), Normalization(policy=policy), world=World())
+    # Under exact a window is one forward.
+    own = own_traffic(applied.layers, world_size=2, micro_steps=1 if policy == "exact" else 2)
+    meant = meaning(backend, each, 2)
+    for rank in ranks:
+        want = added(meant.traffic or {}, own)
+        assert {kind: size for kind, (_, size) in rank[policy].items()} == {kind: v.bytes for kind, v in want.items()}
+    assert own_traffic((), world_size=2, micro_steps=1) == OWN and own_traffic((), world_size=1, micro_steps=1) == {}
+
+
+def test_a_profile_changes_no_loss_and_says_what_explain_says(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    recipe, overrides = "recipes/digits-resnet.yaml", ["backend=zero2", "train.max_steps=6", "checkpoint.every=2"]
+    runs = {}
+    for name, more in {"with": ["metrics.profile=true"], "without": []}.items():
+        arguments = (recipe, [*overrides, "evaluation.every=3", *more], str(tmp_path / name))
+        runs[name] = launch_ranks(2, "tests.conformance.run_ranks:run_recipe", *arguments)[0]
+    assert runs["with"]["losses"] == runs["without"]["losses"] and len(runs["with"]["losses"]) == 6
+    assert not (tmp_path / "without" / "profile.json").exists()
+    profile = json.loads((tmp_path / "with" / "profile.json").read_text())
+    (said,) = explain(load(recipe, overrides, options_of=registry.options_of), ["zero2"], 2)
+    for rank in profile["ranks"]:
+        assert {k: v["bytes"] for k, v in rank["communication"].items()} == {
+            kind: volume["bytes"] for kind, volume in said.to_json()["communication"].items()
+        }
+        assert rank["host_bytes"] > 10**7 and rank["allocated_bytes"] is None
+    assert profile["steps"] == 6 and profile["save_seconds"] > 0 and profile["load_seconds"] is None
+    held = as_json(one(str(tmp_path / "with")), one(str(tmp_path / "with")).manifest())["contents"]
+    for key in ("tensors", "bytes"):
+        assert sum(kind[key] for kind in held if kind["kind"] != "rng") == said.to_json()["checkpoint"][key]
+    assert profile["checkpoint_bytes"] > said.to_json()["checkpoint"]["bytes"]
+    resumed = launch_ranks(
+        2,
+        "tests.conformance.run_ranks:run_recipe",
+        recipe,
+        [*overrides[:1], "train.max_steps=8", "metrics.profile=true"],
+        str(tmp_path / "with"),
+    )
+    assert set(resumed[0]["losses"]) >= {7, 8}
+    assert json.loads((tmp_path / "with" / "profile.json").read_text())["load_seconds"] > 0
 
 
 def test_collectives_of_every_kind_are_counted_and_a_context_over(launch_ranks: Callable[..., list[Any]]) -> None:
