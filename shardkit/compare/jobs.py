@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -120,7 +121,8 @@ def _launch(job: Job, watcher: Watcher) -> str:
                 except subprocess.TimeoutExpired:
                     watcher.reached(job, job.step)
         except BaseException:
-            # The terminal has sent it the same signal: it ends its ranks by itself.
+            # It ends its ranks by itself; a terminal's Ctrl-C has reached it already, and a second does no harm.
+            started.send_signal(signal.SIGINT)
             started.wait()
             raise
     watcher.reached(job, job.step)

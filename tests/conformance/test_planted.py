@@ -116,3 +116,11 @@ def test_an_arm_is_equal_to_itself_to_the_bit(runs: Runs, reference: Arm) -> Non
     assert [line["loss"] for line in reference.runs[0].train] == [
         line["loss"] for line in runs.arm("twin", []).runs[0].train
     ]
+
+
+@pytest.mark.slow
+def test_twenty_of_twenty_repeats_are_equal(runs: Runs, reference: Arm) -> None:
+    for number in range(20):
+        arm = runs.arm(f"repeat {number}", [])
+        verdict = runs.judged(reference, arm)
+        assert verdict.outcome == "equivalent" and verdict.equivalence.bit_equal, (number, verdict.equivalence)
