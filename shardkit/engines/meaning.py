@@ -44,7 +44,7 @@ class Situation:
     @property
     def computed(self) -> torch.dtype:
         """Of matrix products and convolutions."""
-        return torch.bfloat16 if self.precision.startswith("bf16") else self.dtype
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision[:4], self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

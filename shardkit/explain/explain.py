@@ -12,7 +12,7 @@ from shardkit.engines import registry
 from shardkit.engines.api import Traits
 from shardkit.engines.checks import check_backend
 from shardkit.engines.meaning import Meaning, Situation, meaning_of
-from shardkit.errors import BackendError, Problem, RecipeError, RequestError
+from shardkit.errors import Problem, RecipeError, RequestError
 from shardkit.explain.explanation import Explanation
 from shardkit.explain.own import own_traffic
 from shardkit.explain.schedule import schedule
@@ -71,8 +71,10 @@ def explain_one(loaded: Loaded, world_size: int | None = None) -> Explanation:
         refusals += check_backend(sound, device, ranks)
         options = make_options(sound, adapter.Options)
         subject = look(loaded, world_size=ranks, accumulation=accumulation)
-    except BackendError as error:
-        refusals.append(Problem(place=loaded.place("backend"), key="backend", message=str(error)))
+    except RecipeError:
+        raise
+    except RequestError as error:
+        refusals.append(_problem(loaded, error))
     else:
         situation = Situation(
             anatomy=subject.anatomy,
@@ -120,6 +122,14 @@ def with_backend(loaded: Loaded, name: str) -> Loaded:
     origins |= {_OPTIONS + key: loaded.origins[_OPTIONS + key] for key in asked}
     backend = replace(backend, options={**backend.options, **asked})
     return Loaded(replace(loaded.recipe, backend=backend), origins, loaded.path)
+
+
+def _problem(loaded: Loaded, error: RequestError) -> Problem:
+    """What a backend, the policy or a glob refuses, at the key that its message begins with."""
+    first = str(error).partition(":")[0].partition("[")[0]
+    named = {"normalization": "normalization.policy", "blocks": "blocks", "parameter_groups": "parameter_groups"}
+    key = next((key for word, key in named.items() if first.partition(".")[0] == word), "backend")
+    return Problem(place=loaded.place(key), key=key, message=str(error))
 
 
 def _device(loaded: Loaded, refusals: list[Problem]) -> str:

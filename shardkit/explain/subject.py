@@ -16,7 +16,7 @@ from shardkit.errors import Problem, RecipeError
 from shardkit.normalization.auto import recommend
 from shardkit.normalization.policy import apply_policy
 from shardkit.normalization.report import Applied
-from shardkit.optimizer import maker
+from shardkit.optimizer import grouped
 from shardkit.recipe.build import build
 from shardkit.recipe.load import Loaded
 from shardkit.recipe.schema import Recipe
@@ -57,11 +57,7 @@ def look(loaded: Loaded, *, world_size: int, accumulation: int) -> Subject:
     applied = _normalize(model, recipe, world_size, accumulation)
     if recipe.train.precision == "bf16-true":
         model.to(torch.bfloat16)
-    named = trainable(model)
-    names = {id(parameter): name for name, parameter in named}
-    optimizer = maker(recipe.optimizer, recipe.parameter_groups)(named)
-    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    state = _tried(optimizer)
+    groups, state = _optimize(model, recipe)
     return Subject(
         built_on=built_on,
         anatomy=anatomy(model, recipe.blocks, groups),
@@ -114,6 +110,20 @@ def _normalize(model: nn.Module, recipe: Recipe, world_size: int, accumulation: 
     finally:
         logging.disable(logging.NOTSET)
     return replace(applied, explanation=explanation)
+
+
+def _optimize(model: nn.Module, recipe: Recipe) -> tuple[list[list[str]], list[torch.Tensor] | None]:
+    """The names in the optimizer's groups, and the tensors it keeps; None where it cannot be tried."""
+    named = trainable(model)
+    names = {id(parameter): name for name, parameter in named}
+    given = grouped(named, recipe.parameter_groups)
+    try:
+        optimizer = build(recipe.optimizer, given)
+    except Exception:  # as fused ones, which want their parameters on a device
+        groups = [group["params"] for group in given] if recipe.parameter_groups else [given]
+        return [[names[id(p)] for p in group] for group in groups], None
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return groups, _tried(optimizer)
 
 
 def _tried(optimizer: torch.optim.Optimizer) -> list[torch.Tensor] | None:

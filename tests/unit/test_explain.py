@@ -197,6 +197,23 @@ def test_a_recipe_that_is_wrong_everywhere_is_refused() -> None:
         explain_one(recipe("model.depth=9"))
 
 
+def test_what_the_model_refuses_is_told_at_its_key() -> None:
+    for override, key in (
+        ("blocks=[nowhere.*]", "blocks"),
+        ("normalization.rules=[{match: nowhere, policy: keep}]", "normalization.policy"),
+        ("parameter_groups=[{match: nowhere, options: {}}]", "parameter_groups"),
+    ):
+        refused = {fate.key: fate.into for fate in one(override).refused}
+        assert "nowhere" in refused[key]
+
+
+def test_an_optimizer_that_wants_a_device_leaves_its_tensors_unknown() -> None:
+    said = one("optimizer={_target_: torch.optim.AdamW, lr: 0.1, fused: true}").to_json()["checkpoint"]
+    assert said["tensors"] is None and said["parameters_bytes"] == 4 * 77754
+    said = one("optimizer={_target_: torch.optim.AdamW, lr: 0.1}").to_json()["checkpoint"]
+    assert said["tensors"] == 3 * 29 + 27 and said["optimizer_bytes"] == 8 * 77754
+
+
 def test_the_command_prints_the_table_or_json(tmp_path: Path) -> None:
     def run(*arguments: str) -> Any:
         return CliRunner().invoke(app, ["explain", "recipes/digits-resnet.yaml", *arguments])
