@@ -92,7 +92,7 @@ def changed(run: Run, first: int, **factors: float) -> Run:
 
 def profile_of(kinds: dict[str, int], *, calls: int = 2, steps: int = 30, mib: int = 100) -> dict[str, Any]:
     """profile.json of two ranks; `kinds`: bytes of an optimizer step by collective."""
-    counted = {kind: {"calls": calls * steps, "bytes": size * steps} for kind, size in kinds.items()}
+    counted = {kind: {"calls": calls, "bytes": size} for kind, size in kinds.items()}
     ranks = [
         {
             "rank": rank,

@@ -42,32 +42,71 @@ class Timed:
         return float(self.items.sum() / self.seconds.sum())
 
 
-def ratio_interval(reference: Sequence[Timed], arm: Sequence[Timed], *, seed: int = 0) -> Interval:
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """How far launches of the same arm are from each other, from all arms together: two repeats alone say little."""
+
+    residuals: np.ndarray
+    # Of the log ratios, as far from the truth as one launch is.
+    freedom: int
+    # Degrees of freedom.
+
+
+def ratio_log(reference: Timed, arm: Timed) -> float:
+    """The log of arm / reference, in items per second."""
+    return math.log(arm.rate / reference.rate)
+
+
+def launches(logs_by_arm: Sequence[Sequence[float]]) -> Launches | None:
+    """Pooled from the log ratios of each arm's repeats; None where no arm has two.
+
+    The ratios of one repeat share its run of the reference, half of their variance, so that A arms are worth
+    A / (1 + (A - 1) / 4) when their variance is estimated.
+    """
+    several = [np.array(logs) for logs in logs_by_arm if len(logs) > 1]
+    if not several:
+        return None
+    residuals = [(logs - logs.mean()) * math.sqrt(len(logs) / (len(logs) - 1)) for logs in several]
+    freedom = sum(len(logs) - 1 for logs in several) / (1 + (len(several) - 1) / 4)
+    return Launches(residuals=np.concatenate(residuals), freedom=max(1, int(freedom)))
+
+
+def ratio_interval(
+    reference: Sequence[Timed], arm: Sequence[Timed], *, spread: Launches | None = None, seed: int = 0
+) -> Interval:
     """The ratio arm / reference of items per second, over the paired repeats, and its interval.
 
     Percentiles of the log ratio over resampled repeats and, within each, resampled blocks of steps (Kuensch 1989:
     neighbouring steps share the load of the machine). A bootstrap over few repeats is too narrow, by sqrt((n - 1) / n)
     and by the normal in Student's place, so what the repeats contribute is widened by both (Hesterberg 2015, "What
     teachers should know about the bootstrap", 3.1). With one pair the interval covers steps only.
+
+    Args:
+        spread: what all arms of a comparison say of the repeats; None = these alone.
     """
     draws = np.random.default_rng(seed)
-    logs = np.array([math.log(b.rate / a.rate) for a, b in zip(reference, arm, strict=True)])
+    logs = np.array([ratio_log(a, b) for a, b in zip(reference, arm, strict=True)])
     within = np.array([_deviations(b, draws) - _deviations(a, draws) for a, b in zip(reference, arm, strict=True)])
-    count = len(logs)
-    chosen = draws.integers(0, count, (RESAMPLES, count))
-    between = (logs[chosen].mean(axis=1) - logs.mean()) * _widening(count)
-    steps = within[chosen, np.arange(RESAMPLES)[:, None]].mean(axis=1)
-    return _interval(float(logs.mean()), between + steps)
+    return _interval(float(logs.mean()), _means(logs, within, spread or launches([logs.tolist()]), draws))
 
 
 def rate_interval(runs: Sequence[Timed], *, seed: int = 0) -> Interval:
-    """Items per second of an arm over its repeats, with the interval of `ratio_interval`."""
+    """Items per second of an arm over its repeats, with the interval of `ratio_interval` from these alone."""
     draws = np.random.default_rng(seed)
     logs = np.array([math.log(run.rate) for run in runs])
     within = np.array([_deviations(run, draws) for run in runs])
-    chosen = draws.integers(0, len(logs), (RESAMPLES, len(logs)))
-    between = (logs[chosen].mean(axis=1) - logs.mean()) * _widening(len(logs))
-    return _interval(float(logs.mean()), between + within[chosen, np.arange(RESAMPLES)[:, None]].mean(axis=1))
+    return _interval(float(logs.mean()), _means(logs, within, launches([logs.tolist()]), draws))
+
+
+def _means(logs: np.ndarray, within: np.ndarray, spread: Launches | None, draws: np.random.Generator) -> np.ndarray:
+    """Resampled deviations of the mean over repeats, from their steps and from the launches."""
+    count = len(logs)
+    chosen = draws.integers(0, count, (RESAMPLES, count))
+    steps = within[chosen, np.arange(RESAMPLES)[:, None]].mean(axis=1)
+    if spread is None or count < 2:
+        return steps
+    drawn = draws.choice(spread.residuals, (RESAMPLES, count)).mean(axis=1)
+    return steps + drawn * _student(spread.freedom) / 1.96
 
 
 def _deviations(run: Timed, draws: np.random.Generator) -> np.ndarray:
@@ -91,10 +130,11 @@ def _binned(run: Timed) -> Timed:
 
 
 def _widening(count: int) -> float:
-    if count < 2:
-        return 1.0
-    student = _STUDENT[count - 2] if count - 2 < len(_STUDENT) else 1.96
-    return math.sqrt(count / (count - 1)) * student / 1.96
+    return math.sqrt(count / (count - 1)) * _student(count - 1) / 1.96 if count > 1 else 1.0
+
+
+def _student(freedom: int) -> float:
+    return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96
 
 
 def _interval(log: float, deviations: np.ndarray) -> Interval:

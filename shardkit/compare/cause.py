@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardkit.compare.results import Arm
-from shardkit.compare.settings import Setting, differences, facts
+from shardkit.compare.settings import EXPLAINED, Setting, differences, facts
 
 DTYPES = {"fp64", "fp32", "bf16", "fp16"}
 NOTHING = "no setting differs: non-determinism, or a fault of a backend; `shardkit check` names the first tensor"
@@ -136,15 +136,17 @@ def probable(
         if not rule.applies(reference, arm):
             continue
         why = [setting for setting in left if re.search(rule.keys, setting.key)]
+        # What a setting comes to is told where no setting is.
+        told = [setting for setting in why if not setting.key.startswith(EXPLAINED)] or why
         if why:
-            found.append((rule.cause, why))
+            found.append((rule.cause, told))
             left = [setting for setting in left if setting not in why]
     return found
 
 
 def _speaks(setting: Setting) -> bool:
     """Whether it can be a cause: one process reduces in no dtype, which is not another dtype."""
-    return not setting.key.startswith("explain: dtypes.") or {setting.reference, setting.arm} <= DTYPES
+    return not setting.key.startswith(f"{EXPLAINED}dtypes.") or {setting.reference, setting.arm} <= DTYPES
 
 
 def _told(setting: Setting) -> str:

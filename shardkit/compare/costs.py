@@ -92,7 +92,7 @@ def _peaks(run: Run) -> dict[str, float | None]:
 
 
 def _communication(arm: Arm, profiles: Sequence[Mapping[str, Any]]) -> tuple[Traffic, ...]:
-    measured = [_per_step(profile) for profile in profiles]
+    measured = [_of_worst_rank(profile) for profile in profiles]
     theory = per_collective((arm.explanation or {}).get("communication"))
     least = per_collective((arm.explanation or {}).get("communication_least"))
     kinds = sorted({kind for each in (*measured, theory, least) for kind in each})
@@ -109,14 +109,10 @@ def _communication(arm: Arm, profiles: Sequence[Mapping[str, Any]]) -> tuple[Tra
     )
 
 
-def _per_step(profile: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Calls and bytes per optimizer step by kind, of the rank with most bytes in all."""
-    steps = profile.get("steps") or 0
+def _of_worst_rank(profile: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Calls and bytes of an optimizer step by kind, of the rank with most bytes in all."""
     ranks = [per_collective(rank.get("communication")) for rank in _ranks(profile)]
-    if not ranks or steps <= 0:
-        return {}
-    most = max(ranks, key=lambda rank: sum(each.get("bytes", 0) for each in rank.values()))
-    return {kind: {key: value / steps for key, value in each.items()} for kind, each in most.items()}
+    return max(ranks, key=lambda rank: sum(each.get("bytes", 0) for each in rank.values()), default={})
 
 
 def per_collective(found: Any) -> dict[str, dict[str, float]]:

@@ -256,7 +256,9 @@ def _equivalent(curves: Sequence[Curve], compared: Sequence[int], facts: dict[st
         sentence = f"equivalent, and equal to the last bit in all {len(compared)} steps."
         return Equivalence(verdict="equivalent", sentence=sentence, bit_equal=True, **facts)
     telling = facts["telling"]
-    sentence = f"equivalent: losses within {_largest(loss, telling):.1e} of the reference over {telling} steps"
+    within = _largest(loss, telling)
+    near = f"losses within {within:.1e} of the reference" if within else "losses equal to the last bit"
+    sentence = f"equivalent: {near} over {telling} steps"
     if telling < compared[-1]:
         # Of a model that does not amplify, the steps after that say something all the same.
         sentence += (

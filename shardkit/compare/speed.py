@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.compare.bootstrap import Interval, Timed, rate_interval, ratio_interval
+from shardkit.compare.bootstrap import (
+    Interval,
+    Launches,
+    Timed,
+    launches,
+    rate_interval,
+    ratio_interval,
+    ratio_log,
+)
 from shardkit.compare.results import Arm, Comparison, Run
 
 # The first step builds buckets, allocates and looks for kernels on every backend; the second still grows caches.
@@ -52,22 +60,33 @@ def speeds(comparison: Comparison) -> dict[str, Speed]:
         name: {i: run for i, run in runs.items() if len(run.seconds) >= FEWEST_STEPS} for name, runs in timed.items()
     }
     reference = enough.get(comparison.reference, {})
+    others = [runs for name, runs in enough.items() if name != comparison.reference]
+    spread = launches([[ratio_log(reference[i], runs[i]) for i in _paired(reference, runs)] for runs in others])
     return {
-        name: _speed(name == comparison.reference, reference, runs, warm_up) for name, runs in enough.items() if runs
+        name: _speed(None if name == comparison.reference else reference, runs, spread, warm_up)
+        for name, runs in enough.items()
+        if runs
     }
 
 
-def _speed(is_reference: bool, reference: dict[int, Timed], runs: dict[int, Timed], warm_up: int) -> Speed:
-    both = [] if is_reference else sorted(reference.keys() & runs.keys())
-    ratio = ratio_interval([reference[i] for i in both], [runs[i] for i in both]) if both else None
+def _speed(reference: dict[int, Timed] | None, runs: dict[int, Timed], spread: Launches | None, warm_up: int) -> Speed:
+    """Of an arm beside the reference, or of the reference itself (None)."""
+    both = _paired(reference or {}, runs)
+    pairs = [(reference[i], runs[i]) for i in both] if reference else []
+    ratio = ratio_interval([a for a, _ in pairs], [b for _, b in pairs], spread=spread) if pairs else None
     return Speed(
         items_per_second=rate_interval(list(runs.values())),
         ratio=ratio,
         warm_up=warm_up,
         steps=min(len(run.seconds) for run in runs.values()),
         repeats=len(both) or len(runs),
-        sentence=_sentence(ratio, len(both), warm_up) if not is_reference else "the reference.",
+        sentence="the reference." if reference is None else _sentence(ratio, len(both), warm_up),
     )
+
+
+def _paired(reference: dict[int, Timed], runs: dict[int, Timed]) -> list[int]:
+    """The repeats that both have."""
+    return sorted(reference.keys() & runs.keys())
 
 
 def _sentence(ratio: Interval | None, pairs: int, warm_up: int) -> str:

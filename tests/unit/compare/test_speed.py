@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardkit.compare.bootstrap import RESAMPLES, Timed, ratio_interval
+from shardkit.compare.bootstrap import RESAMPLES, Timed, launches, ratio_interval, ratio_log
 from shardkit.compare.results import Comparison
 from shardkit.compare.speed import speeds
 from tests.comparisons import make_arm, make_run
@@ -32,6 +32,31 @@ def test_intervals_cover_the_truth_in_at_least_90_of_100_simulations(repeats: in
         # The load that a pair shares cancels; with one repeat only the noise of the steps is covered.
         covered += ratio_interval(reference, arm, seed=seed).holds(1.2)
     assert covered >= 90
+
+
+def test_pooled_intervals_are_narrower_and_cover_the_truth() -> None:
+    """Six arms of two repeats that share the runs of the reference."""
+    draws = np.random.default_rng(1)
+    covered, alone, pooled = 0, [], []
+    for seed in range(100):
+        loads = 0.2 * draws.standard_normal(2)
+
+        def arm(seconds: float, loads: np.ndarray = loads) -> list[Timed]:
+            own = 0.03 * draws.standard_normal(2)
+            times = [
+                seconds * np.exp(a + b + 0.05 * draws.standard_normal(40)) for a, b in zip(loads, own, strict=True)
+            ]
+            return [Timed(items=np.full(40, 96.0), seconds=each) for each in times]
+
+        reference, arms = arm(0.12), [arm(0.1) for _ in range(5)]
+        spread = launches([[ratio_log(a, b) for a, b in zip(reference, each, strict=True)] for each in arms])
+        found = ratio_interval(reference, arms[0], spread=spread, seed=seed)
+        covered += found.holds(1.2)
+        pooled.append(found.high - found.low)
+        single = ratio_interval(reference, arms[0], seed=seed)
+        alone.append(single.high - single.low)
+    assert covered >= 90
+    assert np.mean(pooled) < np.mean(alone) / 1.5
 
 
 def test_the_same_seed_gives_the_same_interval_of_enough_resamples() -> None:
