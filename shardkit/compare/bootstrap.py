@@ -52,13 +52,18 @@ class Launches:
     # Degrees of freedom.
 
 
+def rate_log(run: Timed) -> float:
+    """The log of items per second."""
+    return math.log(run.rate)
+
+
 def ratio_log(reference: Timed, arm: Timed) -> float:
     """The log of arm / reference, in items per second."""
-    return math.log(arm.rate / reference.rate)
+    return rate_log(arm) - rate_log(reference)
 
 
 def launches(logs_by_arm: Sequence[Sequence[float]]) -> Launches | None:
-    """Pooled from the log ratios of each arm's repeats; None where no arm has two.
+    """Pooled from the log ratios, or rates, of each arm's repeats; None where no arm has two.
 
     The ratios of one repeat share its run of the reference, half of their variance, so that A arms are worth
     A / (1 + (A - 1) / 4) when their variance is estimated.
@@ -90,12 +95,12 @@ def ratio_interval(
     return _interval(float(logs.mean()), _means(logs, within, spread or launches([logs.tolist()]), draws))
 
 
-def rate_interval(runs: Sequence[Timed], *, seed: int = 0) -> Interval:
-    """Items per second of an arm over its repeats, with the interval of `ratio_interval` from these alone."""
+def rate_interval(runs: Sequence[Timed], *, spread: Launches | None = None, seed: int = 0) -> Interval:
+    """Items per second of an arm over its repeats, with an interval made as that of `ratio_interval`."""
     draws = np.random.default_rng(seed)
-    logs = np.array([math.log(run.rate) for run in runs])
+    logs = np.array([rate_log(run) for run in runs])
     within = np.array([_deviations(run, draws) for run in runs])
-    return _interval(float(logs.mean()), _means(logs, within, launches([logs.tolist()]), draws))
+    return _interval(float(logs.mean()), _means(logs, within, spread or launches([logs.tolist()]), draws))
 
 
 def _means(logs: np.ndarray, within: np.ndarray, spread: Launches | None, draws: np.random.Generator) -> np.ndarray:

@@ -14,6 +14,7 @@ from shardkit.compare.bootstrap import (
     Timed,
     launches,
     rate_interval,
+    rate_log,
     ratio_interval,
     ratio_log,
 )
@@ -62,20 +63,26 @@ def speeds(comparison: Comparison) -> dict[str, Speed]:
     reference = enough.get(comparison.reference, {})
     others = [runs for name, runs in enough.items() if name != comparison.reference]
     spread = launches([[ratio_log(reference[i], runs[i]) for i in _paired(reference, runs)] for runs in others])
+    rates = launches([[rate_log(run) for run in runs.values()] for runs in enough.values()])
     return {
-        name: _speed(None if name == comparison.reference else reference, runs, spread, warm_up)
+        name: _speed(None if name == comparison.reference else reference, runs, (rates, spread), warm_up)
         for name, runs in enough.items()
         if runs
     }
 
 
-def _speed(reference: dict[int, Timed] | None, runs: dict[int, Timed], spread: Launches | None, warm_up: int) -> Speed:
-    """Of an arm beside the reference, or of the reference itself (None)."""
+def _speed(
+    reference: dict[int, Timed] | None,
+    runs: dict[int, Timed],
+    spreads: tuple[Launches | None, Launches | None],
+    warm_up: int,
+) -> Speed:
+    """Of an arm beside the reference, or of the reference itself (None); `spreads`: of rates, and of ratios."""
     both = _paired(reference or {}, runs)
     pairs = [(reference[i], runs[i]) for i in both] if reference else []
-    ratio = ratio_interval([a for a, _ in pairs], [b for _, b in pairs], spread=spread) if pairs else None
+    ratio = ratio_interval([a for a, _ in pairs], [b for _, b in pairs], spread=spreads[1]) if pairs else None
     return Speed(
-        items_per_second=rate_interval(list(runs.values())),
+        items_per_second=rate_interval(list(runs.values()), spread=spreads[0]),
         ratio=ratio,
         warm_up=warm_up,
         steps=min(len(run.seconds) for run in runs.values()),
