@@ -29,6 +29,7 @@ def commands() -> list[str]:
 ELSEWHERE: dict[str, str] = {
     "make demo": "tests/packaging and .ci/run",
     "pip install -c constraints.txt '.[all]'": "the Makefile installs the same, and tests/packaging a wheel",
+    **{command: "test_compare.py" for command in commands() if "shardkit check " in command or " compare " in command},
     **{command: "test_the_readme_resumes" for command in commands() if "mine" in command},
     "python -m pytest tests/conformance --backend tests.third_party.engines:ManualEngine": "test_third_party.py",
 }
@@ -71,6 +72,8 @@ def test_a_command_of_the_readme_works(command: str, tmp_path: Path) -> None:
         assert lines[-1]["status"] == "completed" and lines[-1]["steps"] == 2
     elif "doctor" in command:
         assert "Recommended: exact" in done.stdout
+    elif "explain" in command:
+        assert "fsdp2" in done.stdout and "all_gather" in done.stdout.replace("-", "_")
     else:
         losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
         assert len(losses) == 4 and losses[-1] < losses[0] / 5
