@@ -1,6 +1,7 @@
 """Saved on any backend and world, resumed on any other: the state is the same bits, the curve goes on.
 
-The whole matrix, with its table: `python -m pytest tests/conformance/test_checkpoint_matrix.py --table docs/checkpoints.md`.
+The whole matrix, with its table:
+`python -m pytest tests/conformance/test_checkpoint_matrix.py -m slow --table docs/checkpoints.md`.
 """
 
 from __future__ import annotations
