@@ -21,10 +21,12 @@ _PUBLIC = {
     "WindowReport": "shardkit.window",
     "open_engine": "shardkit.engines.opening",
     "train_step": "shardkit.window",
+    "CheckpointError": "shardkit.errors",
     "ShardkitError": "shardkit.errors",
 }
 
 __all__ = [
+    "CheckpointError",
     "Engine",
     "MicroBatch",
     "ShardkitError",
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from shardkit.data.loader import MicroBatch
     from shardkit.engines.api import Engine, StepReport, Traits
     from shardkit.engines.opening import open_engine
-    from shardkit.errors import ShardkitError
+    from shardkit.errors import CheckpointError, ShardkitError
     from shardkit.window import Window, WindowReport, train_step
     from shardkit.world import World, join
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardkit import metrics
 from shardkit.checkpoint.training import Position
+from shardkit.errors import CheckpointError
 from shardkit.window import WindowReport, train_step
 
 if TYPE_CHECKING:
@@ -93,12 +94,12 @@ class Saving(Protocol):
         """Whether there shall be a checkpoint after `step`; `asked`: a rank wanted one."""
         ...
 
-    def save(self, position: Position) -> None:
-        """Make the checkpoint of a position."""
+    def save(self, position: Position) -> bool:
+        """Make the checkpoint of a position; whether it is there, or being written."""
         ...
 
-    def close(self) -> None:
-        """Wait for what is still being written."""
+    def close(self) -> int | None:
+        """Wait for what is still being written; the step of the last checkpoint that was, None = none was."""
         ...
 
 
@@ -158,15 +159,18 @@ def fit(
             journal.progress.evaluation(line)
         if saving is not None:
             due = saving.is_due(step, asked=report.asked, scores=scores.values if scores else None)
-            if due or (step == cadence.last and cadence.save_last):
+            if due or (step == cadence.last and (cadence.save_last or step < cadence.steps)):
                 begun_save = time.perf_counter()
-                saving.save(position)
-                # What training waited; in the background it is written for longer.
-                journal.write({"kind": "checkpoint", "step": step, "seconds": time.perf_counter() - begun_save})
+                if saving.save(position):
+                    # What training waited; in the background it is written for longer.
+                    journal.write({"kind": "checkpoint", "step": step, "seconds": time.perf_counter() - begun_save})
         started = time.perf_counter()
-    if saving is not None:
-        saving.close()
+    saved = saving.close() if saving is not None else None
     steps = max(start.step, cadence.last)
+    if start.step < steps < cadence.steps and saved != steps:
+        raise CheckpointError(
+            f"stopped at step {steps} as asked, and its checkpoint could not be written: there is nothing to go on from"
+        )
     outcome = Outcome(steps=steps, seconds=time.perf_counter() - begun, scores=scores, stopped=steps < cadence.steps)
     status = {"status": "stopped", "resumable": True} if outcome.stopped else {"status": "completed"}
     journal.write({"kind": "end", **status, "steps": steps, "seconds": outcome.seconds})

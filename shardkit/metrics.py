@@ -107,10 +107,10 @@ def resume(path: Path, step: int, **more: Any) -> None:
     _sync_folder(path.parent)
 
 
-def set_aside(path: Path) -> None:
+def set_aside(path: Path) -> Path:
     """Keep the lines of an attempt that left nothing to go on from, in metrics.1.jsonl, then .2 and so on."""
     kept = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    path.rename(next(each for each in kept if not each.exists()))
+    return path.rename(next(each for each in kept if not each.exists()))
 
 
 def is_resumable(path: Path) -> bool:

@@ -23,7 +23,7 @@ import torch
 
 from shardkit import metrics
 from shardkit.checkpoint.history import steps
-from shardkit.checkpoint.storage import open_storage
+from shardkit.checkpoint.storage import Storage
 from shardkit.communication import Counts, Traffic, added, counted
 from shardkit.progress import Progress
 
@@ -125,9 +125,8 @@ def profiling(world: World) -> Iterator[Profile]:
         yield Profile(world, counts)
 
 
-def newest_bytes(folder: str) -> int | None:
-    """Bytes of the newest checkpoint in a folder of them; None without one."""
-    storage = open_storage(folder)
+def newest_bytes(storage: Storage) -> int | None:
+    """Bytes of the newest checkpoint of a run; None without one."""
     names = [name for _, name in sorted(steps(storage))]
     return sum(storage.size(f"{names[-1]}/{file}") for file in storage.names(names[-1])) if names else None
 
@@ -160,10 +159,11 @@ class _Saves:
     def is_due(self, step: int, *, asked: bool, scores: Mapping[str, float] | None) -> bool:
         return self._saving.is_due(step, asked=asked, scores=scores)
 
-    def save(self, position: Position) -> None:
+    def save(self, position: Position) -> bool:
         begun = time.perf_counter()
-        self._profile.uncounted(lambda: self._saving.save(position))()
+        saved = self._profile.uncounted(lambda: self._saving.save(position))()
         self._profile.saved(time.perf_counter() - begun)
+        return saved
 
-    def close(self) -> None:
-        self._profile.uncounted(self._saving.close)()
+    def close(self) -> int | None:
+        return self._profile.uncounted(self._saving.close)()

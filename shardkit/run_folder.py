@@ -83,6 +83,9 @@ class RunFolder:
         Raises:
             RecipeError: it holds something already, or cannot be made.
         """
+        with self.told("use"):
+            if self.holds_run:
+                raise self._problem(f"another launch has begun a run in {str(self.path)!r} in the meantime")
         self.refuse_used()
         with self.told("make"):
             self.path.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from shardkit.checkpoint.agreement import agreed
 from shardkit.checkpoint.keeper import Keeper
 from shardkit.checkpoint.restore import Choice
 from shardkit.checkpoint.resume import Resumed, find, resume_from, start_from
+from shardkit.checkpoint.storage import open_storage
 from shardkit.checkpoint.training import training_state
 from shardkit.checkpoint.weights import open_weights
 from shardkit.seeds import read_streams
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from shardkit.data.order import GlobalOrder
     from shardkit.engines.api import Engine
     from shardkit.recipe.schema import Recipe
+    from shardkit.run_folder import RunFolder
     from shardkit.world import World
 
 
@@ -55,13 +57,25 @@ def begin(
         )
     if recipe.init_from is not None:
         path = recipe.init_from
-        source = agreed(world, "init_from", lambda: open_weights(path))
+        source = agreed(world, "init_from", lambda: open_weights(path, world))
         start_from(source, path, engine, choice, world)
     return Resumed()
 
 
+def storage_of(recipe: Recipe, folder: RunFolder) -> Storage:
+    """The checkpoints of the run in `folder`: in it, or in a folder of its name where checkpoint.folder says."""
+    elsewhere = recipe.checkpoint.folder
+    return open_storage(
+        f"{elsewhere.rstrip('/')}/{folder.path.resolve().name}" if elsewhere else str(folder.checkpoints)
+    )
+
+
 class RunCheckpoints:
-    """What the loop saves; the recipe says when."""
+    """What the loop saves; the recipe says when.
+
+    Raises:
+        CheckpointError: the folder cannot be written to, or another run is at work in it.
+    """
 
     def __init__(
         self,
@@ -76,6 +90,8 @@ class RunCheckpoints:
         self._engine = engine
         self._order = order
         self._scheduler = scheduler
+        world = engine.world
+        agreed(world, "checkpoints cannot be saved", lambda: storage.claim() if world.rank == 0 else None)
         self._keeper = Keeper(engine, storage, recipe.checkpoint, best)
 
     def asks(self) -> bool:
@@ -84,7 +100,7 @@ class RunCheckpoints:
     def is_due(self, step: int, *, asked: bool, scores: Mapping[str, float] | None) -> bool:
         return self._keeper.is_due(step, asked=asked, scores=scores)
 
-    def save(self, position: Position) -> None:
+    def save(self, position: Position) -> bool:
         world = self._engine.world
         training = training_state(
             position,
@@ -96,7 +112,7 @@ class RunCheckpoints:
             best=self._keeper.best,
             recipe=asdict(self._recipe),
         )
-        self._keeper.save(position.step, training, read_streams(world.device))
+        return self._keeper.save(position.step, training, read_streams(world.device))
 
-    def close(self) -> None:
-        self._keeper.close()
+    def close(self) -> int | None:
+        return self._keeper.close()

@@ -62,29 +62,24 @@ def train(recipe: Recipe, world: World, folder: RunFolder) -> bool:
     if not recipe.metrics.profile:
         return _train(recipe, world, folder, None)
     from shardkit.profile import newest_bytes, profiling
+    from shardkit.saving import storage_of
 
     with profiling(world) as profile:
         stopped = _train(recipe, world, folder, profile)
-        profile.write(folder.path / "profile.json", newest_bytes(_checkpoints(recipe, folder)))
+        profile.write(folder.path / "profile.json", newest_bytes(storage_of(recipe, folder)))
     return stopped
-
-
-def _checkpoints(recipe: Recipe, folder: RunFolder) -> str:
-    """Where the run's checkpoints are."""
-    return recipe.checkpoint.folder or str(folder.checkpoints)
 
 
 def _train(recipe: Recipe, world: World, folder: RunFolder, profile: Profile | None) -> bool:
     import torch
 
-    from shardkit.checkpoint.storage import open_storage
     from shardkit.engines.opening import open_engine
     from shardkit.evaluation import evaluate
     from shardkit.loop import Cadence, fit, total_steps
     from shardkit.losses import adapt
     from shardkit.optimizer import maker
     from shardkit.recipe.build import build, build_scheduler
-    from shardkit.saving import RunCheckpoints, begin
+    from shardkit.saving import RunCheckpoints, begin, storage_of
     from shardkit.seeds import seed_alike, seed_apart
 
     _import_backend(recipe.backend.adapter)
@@ -111,7 +106,7 @@ def _train(recipe: Recipe, world: World, folder: RunFolder, profile: Profile | N
         _report_norms(engine.norms.applied, folder)
     scheduler = build_scheduler(recipe.scheduler, engine.optimizer) if recipe.scheduler is not None else None
     seed_apart(recipe.seed, world.rank)
-    storage = open_storage(_checkpoints(recipe, folder))
+    storage = storage_of(recipe, folder)
     begun = time.perf_counter()
     resumed = begin(recipe, engine, storage, windows.order, scheduler, world)
     if profile is not None and (resumed.checkpoint is not None or recipe.init_from is not None):
@@ -130,7 +125,7 @@ def _train(recipe: Recipe, world: World, folder: RunFolder, profile: Profile | N
         saving = RunCheckpoints(recipe, engine, storage, windows.order, scheduler, resumed.best)
     scores = (lambda: evaluate(engine, eval_windows, loss)) if eval_windows is not None else None
     if resumed.position.step >= cadence.last and world.rank == 0:
-        log.info("shardkit: all %d steps are made; there is nothing left to train", cadence.last)
+        log.info("shardkit: %d steps are asked for, and %d are made", cadence.last, resumed.position.step)
     journal = _open_journal(recipe, world, folder, cadence.last, resumed)
     if profile is not None:
         journal = replace(journal, progress=profile.watching(journal.progress))
@@ -161,7 +156,8 @@ def _take_up(resumed: Resumed, recipe: Recipe, world: World, folder: RunFolder) 
     """Make the metrics of a folder that held a run those of a run that stands where this one begins."""
     if resumed.checkpoint is None:
         if folder.metrics.exists():
-            metrics.set_aside(folder.metrics)
+            kept = metrics.set_aside(folder.metrics)
+            log.info("shardkit: the run in this folder left no checkpoint: it begins anew; its metrics are %s", kept)
         return
     facts = {"checkpoint": resumed.checkpoint, "backend": recipe.backend.name, "world_size": world.size}
     metrics.resume(folder.metrics, resumed.position.step, **facts)

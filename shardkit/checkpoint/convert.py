@@ -190,7 +190,7 @@ def _from_shardkit(place: Place, out: str, to: Target, options: Options) -> str:
     if to == "shardkit":
         raise RequestError(f"{place.path} is a shardkit checkpoint already; copy the folder")
     manifest = place.manifest()
-    verify_files(place.storage, place.name, manifest, manifest.files, "size")
+    verify_files(place.storage, place.name, manifest, manifest.files)
     source = source_of(place.storage, place.name, manifest)
     return _write(manifest, source, out, to, options)
 

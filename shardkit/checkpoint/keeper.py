@@ -41,6 +41,7 @@ class Keeper:
         self, engine: Engine, storage: Storage, settings: Checkpoint, best: dict[str, Any] | None = None
     ) -> None:
         self.settings = settings
+        best = self._still_best(best, engine, storage)
         self.best = best
         # The best score so far; a checkpoint of its step is there, or is being written.
         self._kept = best
@@ -108,20 +109,20 @@ class Keeper:
         log.debug("checkpoint of step %d: training waited %.3f s", step, time.perf_counter() - begun)
         return True
 
-    def close(self) -> None:
-        """Wait for what is being written.
+    def close(self) -> int | None:
+        """Wait for what is being written; the step of the last save that ended well, None = there is none.
 
         Raises:
             CheckpointError: it could not be, with on_save_error=raise.
         """
-        if self._background is None:
-            return
-        try:
-            self._background.wait()
-            self._kept = self._kept_then
-        except CheckpointError as error:
-            self._lost(self._saved)
-            self._tell(error)
+        if self._background is not None:
+            try:
+                self._background.wait()
+                self._kept = self._kept_then
+            except CheckpointError as error:
+                self._lost(self._saved)
+                self._tell(error)
+        return self._saved
 
     def _write(self, content: Content, world: World, best: str | None, kept: str | None) -> None:
         begun = time.perf_counter()
@@ -142,8 +143,16 @@ class Keeper:
             )
         better = self.settings.is_better(scores[metric], self.best["value"] if self.best else None)
         if better:
-            self.best = {"metric": metric, "value": scores[metric], "step": step}
+            self.best = {"metric": metric, "value": scores[metric], "step": step, "which": self.settings.best}
         return better
+
+    def _still_best(self, best: dict[str, Any] | None, engine: Engine, storage: Storage) -> dict[str, Any] | None:
+        """The best of the checkpoint that the run goes on from, if it is one by these settings and is kept here."""
+        if best is None or (best["metric"], best.get("which")) != (self.settings.best_metric, self.settings.best):
+            return None
+        world, name = engine.world, step_name(best["step"])
+        there = agreed(world, f"{storage.root} cannot be used", lambda: world.rank != 0 or name in storage.names())
+        return best if world.gather(there)[0] else None
 
     def _name(self, best: Mapping[str, Any] | None) -> str | None:
         return None if best is None else step_name(best["step"])
@@ -158,7 +167,7 @@ class Keeper:
         if self.settings.on_save_error == "raise":
             raise error
         if self._engine.world.rank == 0:
-            log.warning("%s; training goes on (checkpoint.on_save_error=warn)", error)
+            log.warning("%s (checkpoint.on_save_error=warn: training does not end)", error)
 
 
 class Background:

@@ -13,7 +13,7 @@ from shardkit.checkpoint.encoding import decode
 from shardkit.checkpoint.history import retire
 from shardkit.checkpoint.keeper import streams_part
 from shardkit.checkpoint.restore import Choice, restore
-from shardkit.checkpoint.resume import asked_for, restore_streams
+from shardkit.checkpoint.resume import asked_for, counted, restore_streams
 from shardkit.checkpoint.save import content_of, write_checkpoint
 from shardkit.checkpoint.source import source_of
 from shardkit.checkpoint.storage import open_storage
@@ -102,7 +102,7 @@ def load_checkpoint(
         CheckpointError: on all ranks: there is none, it is damaged, or does not fit; nothing was changed then.
     """
     world = engine.world
-    found = asked_for(fspath(path), world, "full")
+    found = asked_for(fspath(path), world, "full", "path")
     saved = decode(dict(found.manifest.training))
     norms = saved.get("normalization")
     notes = agreed(world, "the checkpoint does not fit", lambda: check_norms(norms, engine.norms.applied.to_json()))
@@ -112,5 +112,5 @@ def load_checkpoint(
     random = saved.get("random")
     ranks = random.get("world_size", 0) if isinstance(random, dict) else 0
     if not agreed(world, "the random streams were not loaded", lambda: restore_streams(source, ranks, world)):
-        notes.append(f"random streams go on as they are: the checkpoint has those of {ranks} ranks")
+        notes.append(f"random streams go on as they are: the checkpoint has those of {counted(ranks)}")
     return Loaded(step=found.manifest.step, training=saved.get("own", saved), notes=(*found.broken, *notes))

@@ -80,7 +80,7 @@ def restore(engine: Engine, source: Source, manifest: Manifest | None, choice: C
     optimizer = None
     if manifest is not None:
         optimizer = agreed(
-            world, "the checkpoint does not fit", lambda: _optimizer(engine, manifest, choice, restored, names)
+            world, "the checkpoint does not fit", lambda: _optimizer(engine, manifest, choice, restored, names, live)
         )
     with ExitStack() as stack:
         intervals = agreed(
@@ -122,6 +122,17 @@ def _match(
     """
     names: dict[tuple[str, str], str] = {}
     missing, problems, tied = [], [], []
+    known = (
+        {name for _, name in live}
+        | {key[1] for key in source.entries if key[0] != "rng"}
+        | set(source.aliases)
+        | set(engine.aliases)
+    )
+    for glob in (*choice.include, *choice.exclude):
+        if not fnmatch.filter(known, glob):
+            problems.append(
+                f"load: {glob!r} matches no name of the model or the checkpoint; there are {listed(sorted(known))}"
+            )
     for (kind, name), (shape, dtype) in live.items():
         if not choice.wants(name):
             continue
@@ -169,6 +180,8 @@ def _match(
         restored.notes += gaps
     if left_out:
         restored.notes.append(f"not loaded, as load.include and load.exclude say: {listed(left_out)}")
+    if not names and not problems:
+        problems.append("nothing of the checkpoint would be loaded")
     if problems:
         raise CheckpointError(
             "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
@@ -183,7 +196,12 @@ def _candidates(name: str, engine: Engine) -> Iterable[str]:
 
 
 def _optimizer(
-    engine: Engine, manifest: Manifest, choice: Choice, restored: Restored, names: Mapping[tuple[str, str], str]
+    engine: Engine,
+    manifest: Manifest,
+    choice: Choice,
+    restored: Restored,
+    names: Mapping[tuple[str, str], str],
+    live: Live,
 ) -> dict[str, OptimizerState]:
     """What the optimizer shall keep, by live name; its groups' options are set when all fits."""
     if manifest.optimizer != class_name(engine.optimizer):
@@ -192,11 +210,9 @@ def _optimizer(
             "state means nothing to the other; keep the optimizer, or start from the weights alone with init_from"
         )
     saved = {name: index for index, group in enumerate(manifest.groups) for name in group["parameters"]}
-    stored = {
-        live: names["parameter", live] for group in engine.groups for live in group if ("parameter", live) in names
-    }
-    canonical = {live: manifest.aliases.get(name, name) for live, name in stored.items()}
-    untrained = [live for live, name in canonical.items() if name not in saved]
+    stored = {own: names["parameter", own] for group in engine.groups for own in group if ("parameter", own) in names}
+    canonical = {own: manifest.aliases.get(name, name) for own, name in stored.items()}
+    untrained = [own for own, name in canonical.items() if name not in saved]
     here = {manifest.aliases.get(name, name) for group in engine.groups for name in group} | set(canonical.values())
     dropped = [name for name in saved if name not in here and choice.wants(name)]
     gaps = []
@@ -214,12 +230,14 @@ def _optimizer(
     if choice.groups == "recipe":
         _refuse_structure(engine, manifest)
     else:
-        _set_options(engine, manifest, {live: saved[n] for live, n in canonical.items() if n in saved}, restored)
-    kept = {live: _described(manifest, name) for live, name in canonical.items()}
-    return {live: state for live, state in kept.items() if state is not None}
+        _set_options(engine, manifest, {own: saved[n] for own, n in canonical.items() if n in saved}, restored)
+    kept = {own: _described(manifest, name, live["parameter", own][1]) for own, name in canonical.items()}
+    return {own: state for own, state in kept.items() if state is not None}
 
 
-def _described(manifest: Manifest, name: str) -> OptimizerState | None:
+def _described(manifest: Manifest, name: str, dtype: torch.dtype) -> OptimizerState | None:
+    """What the optimizer shall keep for a parameter of `dtype`: moments of the parameter's dtype are cast with it."""
+    was = DTYPES[manifest.entries["parameter", name, None].dtype]
     tensors: dict[str, Entry] = {
         str(key[2]): entry for key, entry in manifest.entries.items() if key[:2] == ("optimizer", name)
     }
@@ -227,7 +245,11 @@ def _described(manifest: Manifest, name: str) -> OptimizerState | None:
     if not tensors and not numbers:
         return None
     return OptimizerState(
-        tensors={key: (entry.shape, DTYPES[entry.dtype]) for key, entry in tensors.items()}, scalars=numbers
+        tensors={
+            key: (entry.shape, dtype if DTYPES[entry.dtype] == was else DTYPES[entry.dtype])
+            for key, entry in tensors.items()
+        },
+        scalars=numbers,
     )
 
 
@@ -268,8 +290,7 @@ def _set_options(engine: Engine, manifest: Manifest, saved: Mapping[str, int], r
         for key, value in (given or {}).items():
             if key not in group or key in SWITCHES:
                 continue
-            # A schedule moves lr; what it started from tells whether the recipe has changed.
-            if key != "lr" and group[key] != value:
+            if key not in _moved_by_schedule(group) and group[key] != value:
                 restored.notes.append(
                     f"parameter group {index}: {key} is {_brief(value)} in the checkpoint and goes on, the recipe's "
                     f"{_brief(group[key])} does not hold (load.groups=recipe takes the recipe's)"
@@ -296,6 +317,15 @@ def _refuse_structure(engine: Engine, manifest: Manifest) -> None:
                 f"the optimizer's {key} is {listed(sorted(map(str, now)))} here and {listed(sorted(map(str, was)))} in "
                 "the checkpoint, and decides what state there is; keep it"
             )
+
+
+def _moved_by_schedule(group: Mapping[str, Any]) -> set[str]:
+    """Options of a group that its scheduler changes; what it started from tells whether the recipe has changed."""
+    moved = {"lr"} if "initial_lr" in group else set()
+    if any(key.endswith("_momentum") for key in group):
+        # OneCycleLR and CyclicLR keep their bounds in the group.
+        moved |= {"momentum", "betas", "base_momentum", "max_momentum"}
+    return moved
 
 
 _ADVICE = "keep the parameter groups, or take the recipe's options with load.groups=recipe"

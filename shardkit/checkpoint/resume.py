@@ -40,6 +40,10 @@ class Resumed:
     # Where it is; None = the run begins.
 
 
+def counted(ranks: int) -> str:
+    return f"{ranks} rank{'s' if ranks != 1 else ''}"
+
+
 def find(resume: str, own: Storage, world: World, how: Verify = "full") -> Found | None:
     """The checkpoint to go on from, verified; None = start anew. A collective.
 
@@ -107,12 +111,12 @@ def resume_from(
     )
     aside = supersede(own, position.step, world)
     if aside:
-        notes.append(f"{', '.join(aside)} are of steps that are made again, and were set aside as superseded-...")
+        notes.append(f"steps that are made again were set aside as superseded-...: {', '.join(aside)}")
     where = f"{found.storage.root}/{found.name}"
     if world.rank == 0:
         log.info(
-            "shardkit: going on from %s (step %d, made on %s with %d rank%s)",
-            *(where, position.step, manifest.backend, manifest.world_size, "s" if manifest.world_size > 1 else ""),
+            "shardkit: going on from %s (step %d, made on %s with %s)",
+            *(where, position.step, manifest.backend, counted(manifest.world_size)),
         )
         for note in notes:
             log.warning("shardkit: resume: %s", note)
@@ -132,14 +136,14 @@ def start_from(source: Source, where: str, engine: Engine, choice: Choice, world
             log.warning("shardkit: init_from: %s", note)
 
 
-def asked_for(path: str, world: World, how: Verify) -> Found:
-    """The checkpoint at `path`, or the newest in it that verifies. A collective.
+def asked_for(path: str, world: World, how: Verify, what: str = "checkpoint.resume") -> Found:
+    """The checkpoint at `path`, or the newest in it that verifies; `what` names it in errors. A collective.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     storage = open_storage(path)
-    if agreed(world, f"checkpoint.resume={path}", lambda: is_checkpoint(storage)):
+    if agreed(world, f"{what}={path}", lambda: is_checkpoint(storage)):
         parent, name = _split(path)
         storage = open_storage(parent)
         return Found(storage=storage, name=name, manifest=open_verified(storage, name, world, how))
@@ -148,7 +152,7 @@ def asked_for(path: str, world: World, how: Verify) -> Found:
         if found is not None:
             return found
     raise CheckpointError(
-        f"checkpoint.resume={path}: there is no checkpoint; expected the path of one (step-...), or of a folder of them"
+        f"{what}={path}: there is no checkpoint; expected the path of one (step-...), or of a folder of them"
     )
 
 
@@ -172,7 +176,13 @@ def restore_streams(source: Source, world_size: int, world: World) -> bool:
         return False
     data = torch.empty(entry.numel, dtype=torch.uint8)
     source.read(key, 0, data)
-    write_streams(data.numpy().tobytes(), world.device)
+    try:
+        write_streams(data.numpy().tobytes(), world.device)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the random streams of rank {world.rank} in {source.storage.root}/{source.folder} are damaged; "
+            "checkpoint.verify=full finds the file"
+        ) from error
     return True
 
 
@@ -183,7 +193,7 @@ def _streams(source: Source, saved: dict[str, Any], position: Position, seed: in
         return []
     seed_apart(seed, world.rank, position.step)
     if saved.get("seed") == seed:
-        what = f"there are {world.size} ranks, and the checkpoint had {ranks}"
+        what = f"{counted(world.size)} now, and {counted(ranks)} in the checkpoint"
     else:
         what = f"the seed is {seed}, and the checkpoint has {saved.get('seed', 'none')}"
     return [f"random streams begin anew from (seed, step, rank), for dropout and the like: {what}"]

@@ -7,6 +7,7 @@ so there a folder counts from the moment its manifest, written last, is in it.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -47,6 +48,15 @@ class Storage(Protocol):
     @abstractmethod
     def make(self, path: str) -> None:
         """Make the folder `path`, and those above it."""
+
+    @abstractmethod
+    def claim(self) -> None:
+        """Make the folder and hold it until this process ends, so that no other run writes into it.
+
+        Raises:
+            CheckpointError: another process of this machine holds it.
+            OSError: it cannot be made.
+        """
 
     @abstractmethod
     def create(self, path: str) -> Any:
@@ -139,6 +149,20 @@ class LocalStorage(Storage):
         folder.mkdir(parents=True, exist_ok=True)
         for each in missing:
             _sync(each.parent)
+
+    def claim(self) -> None:
+        self.make("")
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"another run is at work in {self.root}; wait for its end, stop it, or give another folder"
+            ) from None
+        except OSError:
+            # A file system without locks.
+            os.close(descriptor)
 
     @contextmanager
     def create(self, path: str) -> Iterator[BinaryIO]:
@@ -247,6 +271,10 @@ class RemoteStorage(Storage):
 
     def make(self, path: str) -> None:
         self._fs.makedirs(self._at(path), exist_ok=True)
+
+    def claim(self) -> None:
+        """An object store has no locks."""
+        self.make("")
 
     @contextmanager
     def create(self, path: str) -> Iterator[BinaryIO]:

@@ -171,7 +171,7 @@ def check_norms(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list
             f"{now['policy']}, and weights of one norm mean nothing to another: {listed(other)}. Use "
             f"normalization.policy={saved['policy']}, or start from the weights alone with init_from"
         )
-    if saved["policy"] != now["policy"] or before != here:
+    if saved["policy"] != now["policy"] or any(before[name] != here[name] for name in before.keys() & here.keys()):
         return [
             f"normalization: the policy was {saved['policy']} and is {now['policy']}; running statistics go on, "
             "training sees other ones"

@@ -11,18 +11,21 @@ from shardkit.checkpoint.source import Source, source_of_files
 from shardkit.checkpoint.storage import Storage, read_bytes
 from shardkit.checkpoint.verification import verify_files
 from shardkit.errors import CheckpointError, RequestError
+from shardkit.world import World
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def open_weights(path: str) -> Source:
-    """Parameters and buffers at `path`: nothing but headers is read yet.
+def open_weights(path: str, world: World | None = None) -> Source:
+    """Parameters and buffers at `path`; a shardkit checkpoint's files are verified, of others only headers are read.
 
     Args:
         path: local or with a scheme: a shardkit checkpoint, a folder of them or a run folder (the newest whose files
             have their sizes), a safetensors file, or a Hugging Face folder.
+
+        world: the ranks that verify together, and agree on what they find; None = this process alone.
 
     Raises:
         RequestError: there is nothing of that kind; the message says what is there.
@@ -44,14 +47,15 @@ def open_weights(path: str) -> Source:
                 return found
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    return _checkpoint(path)
+    return _checkpoint(path, world or World())
 
 
-def _checkpoint(path: str) -> Source:
+def _checkpoint(path: str, world: World) -> Source:
     """The weights of a shardkit checkpoint; what else it holds means nothing to a fresh run."""
     place = one(path)
     manifest = place.manifest()
-    verify_files(place.storage, place.name, manifest, manifest.files, "size")
+    # Shared out over the ranks; one that finds a damaged file tells the others.
+    verify_files(place.storage, place.name, manifest, sorted(manifest.files)[world.rank :: world.size])
     entries = {key: entry for key, entry in manifest.entries.items() if key[0] not in ("optimizer", "rng")}
     return Source(storage=place.storage, folder=place.name, entries=entries, aliases=manifest.aliases)
 

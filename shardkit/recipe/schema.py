@@ -147,7 +147,8 @@ class Checkpoint:
     export: bool = False
     # Also put model.safetensors with the whole weights into each checkpoint.
     folder: str | None = None
-    # Where checkpoints are: a path or an fsspec URL; null = checkpoints/ in the run folder.
+    # Where checkpoints are: a path or an fsspec URL, with a folder for each run folder's name in it; null =
+    # checkpoints/ in the run folder.
 
     @property
     def wanted(self) -> bool:

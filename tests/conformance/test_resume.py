@@ -186,3 +186,46 @@ def test_a_model_that_differs_is_refused_on_all_ranks(launch_ranks: Callable[...
     assert (
         kind == "CheckpointError" and "holds checkpoints of an earlier run, and checkpoint.resume is never" in message
     )
+
+
+def test_runs_that_share_a_folder_of_checkpoints_do_not_share_checkpoints(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    shared = [f"checkpoint.folder={tmp_path}/all", "checkpoint.every=4"]
+    first = small(launch_ranks, ("ddp", 2), tmp_path / "one", *shared, "train.stop_at_step=4")
+    other = small(launch_ranks, ("ddp", 2), tmp_path / "two", *shared, "optimizer.lr=0.05")
+    assert min(other["losses"]) == 1 and other["losses"][2] != first["losses"][2]
+    again = small(launch_ranks, ("ddp", 2), tmp_path / "one", *shared)
+    assert [line["step"] for line in again["lines"] if line["kind"] == "resume"] == [4]
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["one", "two"]
+
+
+def test_a_stop_whose_checkpoint_cannot_be_written_is_no_stop_to_go_on_from(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    elsewhere = f"checkpoint.folder={tmp_path}/file"
+    kind, message, _ = small(launch_ranks, ("ddp", 2), tmp_path / "run", elsewhere, "train.stop_at_step=2", errors=True)
+    assert kind == "CheckpointError" and "checkpoints cannot be saved: rank 0: Not a directory" in message
+
+
+def test_another_metric_begins_a_best_of_its_own(launch_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    best = ["checkpoint.keep_last=1", "checkpoint.every=2"]
+    small(launch_ranks, ("ddp", 2), tmp_path, *best, "checkpoint.keep_best=eval/loss", "train.stop_at_step=4")
+    run = small(launch_ranks, ("ddp", 2), tmp_path, *best, "checkpoint.keep_best=eval/accuracy")
+    scores = {step: line["accuracy"] for step, line in run["evals"].items() if step > 4}
+    top = max(scores, key=lambda step: (scores[step], -step))
+    assert steps_in(tmp_path) == sorted({8, top})
+
+
+def test_weights_of_a_damaged_checkpoint_are_not_started_from(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    small(launch_ranks, ("zero3", 2), tmp_path, "train.stop_at_step=2")
+    shard = tmp_path / "checkpoints" / "step-00000002" / "shard-00000-of-00002.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-200] ^= 1
+    shard.write_bytes(data)
+    source = f"init_from={tmp_path}/checkpoints/step-00000002"
+    kind, message, _ = small(launch_ranks, ("ddp", 2), tmp_path / "other", source, errors=True)
+    assert kind == "CheckpointError" and f"{shard.name} is damaged: its crc32" in message

@@ -39,7 +39,9 @@ def open_all(jobs: Sequence[Job], folder: Path) -> list[Any]:
         CheckpointError: one cannot be opened.
     """
     folder.mkdir()
-    (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+    # The child works in another folder than this process.
+    absolute = [{**asdict(job), "path": str(Path(job.path).absolute())} for job in jobs]
+    (folder / "jobs.json").write_text(json.dumps(absolute), encoding="utf-8")
     given = {key: os.environ[key] for key in _KEPT if key in os.environ}
     paths = [str(Path(shardkit.__file__).parent.parent), *sys.path]
     given |= {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "OMP_NUM_THREADS": "1"}

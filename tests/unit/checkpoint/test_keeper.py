@@ -111,7 +111,7 @@ def test_the_best_stays_when_a_better_one_cannot_be_saved(
     assert kept(tmp_path) == [2, 6]
     # A run that goes on from here keeps it too.
     best = open_verified(LocalStorage(tmp_path), "step-00000006", World()).training["best"]
-    assert best == {"metric": "accuracy", "value": 0.8, "step": 2} == keeper.best
+    assert best == {"metric": "accuracy", "value": 0.8, "step": 2, "which": "auto"} == keeper.best
     run(keeper, {7: 0.85, 8: 0.1})
     assert kept(tmp_path) == [7, 8]
 
@@ -224,7 +224,7 @@ def test_a_failure_can_be_a_warning(
         for number in (1, 2, 3):
             keeper.save(number, {}, STREAMS)
         keeper.close()
-    assert caplog.text.count("no room for 2; training goes on (checkpoint.on_save_error=warn)") == 1
+    assert caplog.text.count("no room for 2 (checkpoint.on_save_error=warn: training does not end)") == 1
     assert kept(tmp_path) == [1, 3]
 
 

@@ -43,9 +43,9 @@ def open_single(model: nn.Module, make: Make = adamw, **more: Any) -> Any:
     return shardkit.open_engine("single", model, make, **more)
 
 
-def step(engine: Any, times: int = 1, width: int = 4) -> None:
+def step(engine: Any, times: int = 1, dtype: torch.dtype = torch.float32) -> None:
     for i in range(times):
-        x = torch.randn(3, width, generator=torch.Generator().manual_seed(i))
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(i)).to(dtype)
         shardkit.train_step(engine, [(x, x[:, :2])], nn.MSELoss())
 
 
@@ -116,6 +116,44 @@ def test_names_shapes_and_dtypes_that_do_not_fit_are_listed(trained: tuple[Any, 
     message = refused(half, path)
     assert "is torch.bfloat16 here and torch.float32 in the checkpoint (load.cast=true converts it)" in message
     shardkit.load_checkpoint(half, path, cast=True)
+
+
+def test_weights_and_moments_are_cast_together(trained: tuple[Any, str], tmp_path: Path) -> None:
+    _, path = trained
+    half = open_single(net(seed=1), precision="bf16-true")
+    shardkit.load_checkpoint(half, path, cast=True)
+    assert tensors(half)["optimizer", "0.weight", "exp_avg"].dtype == torch.bfloat16
+    step(half, dtype=torch.bfloat16)
+    back = open_single(net(seed=2))
+    shardkit.load_checkpoint(back, saved(half, tmp_path / "half"), cast=True)
+    assert tensors(back)["optimizer", "0.weight", "exp_avg"].dtype == torch.float32
+    step(back)
+
+
+def test_globs_that_match_nothing_are_refused(trained: tuple[Any, str]) -> None:
+    _, path = trained
+    for choice in ({"include": ["nosuch*"]}, {"exclude": ["0.wieght"]}):
+        message = refused(open_single(net()), path, strict=False, **choice)
+        assert "matches no name of the model or the checkpoint; there are 0.bias, 0.weight" in message
+    assert "nothing of the checkpoint would be loaded" in refused(open_single(net()), path, exclude=["*"])
+
+
+def test_a_learning_rate_that_the_recipe_changed_is_told(trained: tuple[Any, str]) -> None:
+    _, path = trained
+    other = open_single(net(), lambda named: torch.optim.AdamW([p for _, p in named], lr=0.5))
+    (note,) = shardkit.load_checkpoint(other, path).notes
+    assert "lr is 0.01 in the checkpoint and goes on, the recipe's 0.5 does not hold" in note
+
+
+def test_what_a_schedule_moves_is_no_change_of_the_recipe(tmp_path: Path) -> None:
+    def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+    engine, other = open_single(net(), sgd), open_single(net(), sgd)
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(e.optimizer, 0.5, total_steps=9) for e in (engine, other)]
+    step(engine)
+    schedulers[0].step()
+    assert shardkit.load_checkpoint(other, saved(engine, tmp_path)).notes == ()
 
 
 def test_not_strict_tells_what_was_left_out(trained: tuple[Any, str]) -> None:
