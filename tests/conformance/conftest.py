@@ -61,6 +61,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a third party's engine only what is said of a backend: the rest is of the shipped ones, or of no backend."""
+    if not any(":" in name for name in config.getoption("--backend")):
+        return
+    own = [item for item in items if "backend" in getattr(getattr(item, "callspec", None), "params", {})]
+    config.hook.pytest_deselected(items=[item for item in items if item not in own])
+    items[:] = own
+
+
 def _possible(name: str, world: int) -> bool:
     if ":" in name:
         return True

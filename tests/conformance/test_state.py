@@ -34,13 +34,6 @@ QUICK_VARIANTS = ("zero2, round robin", "zero3, some whole")
 EVERYWHERE = sorted(shipped.files("backends"))
 
 
-@pytest.fixture
-def built_in(request: pytest.FixtureRequest) -> None:
-    """For what is said of the shipped backends alone."""
-    if any(":" in name for name in request.config.getoption("--backend") or []):
-        pytest.skip("the suite runs on a third party's engine")
-
-
 def opened_as(name: str) -> Backend:
     """A backend of the suite, or a variant of one."""
     base, options = VARIANTS.get(name, (name, {}))
@@ -158,7 +151,6 @@ def test_state_goes_from_every_kind_of_backend_to_every_other(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [("ddp", 2), ("fsdp2", 3), ("hsdp", 2), ("zero2", 3), ("zero3", 2)], ids=str)
-@pytest.mark.usefixtures("built_in")
 def test_every_case_goes_everywhere(target: tuple[str, int], launch_ranks: Any, saves: Any) -> None:
     check_all(launch_ranks, saves, target, SOURCES, CASES[1:])
 
@@ -181,7 +173,6 @@ test_every_optimizer_is_carried.where = {  # type: ignore[attr-defined]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [("fsdp2", 3), ("zero2", 3), ("zero3", 2)], ids=str)
-@pytest.mark.usefixtures("built_in")
 def test_every_optimizer_comes_back(source: tuple[str, int], launch_ranks: Any, saves: Any) -> None:
     check_all(launch_ranks, saves, ("ddp", 2), [source], BY_OPTIMIZER)
 
@@ -204,7 +195,6 @@ test_the_first_output_after_a_load_is_the_savers.where = {  # type: ignore[attr-
     "variant",
     [name if name in QUICK_VARIANTS else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
 )
-@pytest.mark.usefixtures("built_in")
 def test_a_backends_options_change_no_state(variant: str, launch_ranks: Any, saves: Any) -> None:
     """Options that lay the same state out in another way: into it, and out of it."""
     cases = [case for case in CASES if case.name == "frozen"]
@@ -241,14 +231,12 @@ test_what_cannot_be_shown_or_loaded_is_refused.where = {  # type: ignore[attr-de
 }
 
 
-@pytest.mark.usefixtures("built_in")
 def test_zero_knows_after_a_load_what_its_momentum_would_move(launch_ranks: Any) -> None:
     for found in launch_ranks(2, module("unused_after_load"), opened_as("zero2")):
         assert "extra.weight" in found["used before"]
         assert found["never used"] == "no error"
 
 
-@pytest.mark.usefixtures("built_in")
 @pytest.mark.parametrize("optimizer", ["momentum", "adafactor", "adamw-fused"])
 @pytest.mark.parametrize("place", [("single", 1), ("ddp", 2)], ids=str)
 def test_replicas_carry_what_has_no_rows(place: tuple[str, int], optimizer: str, launch_ranks: Any) -> None:
@@ -268,7 +256,6 @@ def test_replicas_carry_what_has_no_rows(place: tuple[str, int], optimizer: str,
             assert "momentum_buffer" in found["copied"] and scalars["gain"] == ["momentum_buffer"]
 
 
-@pytest.mark.usefixtures("built_in")
 def test_a_shard_along_any_dim_is_a_set_of_intervals(launch_ranks: Any) -> None:
     for rank, found in enumerate(launch_ranks(2, module("along_any_dim"))):
         assert all(same for _, _, same in found)

@@ -28,6 +28,7 @@ def test_a_right_engine_passes_the_suite() -> None:
     assert " passed" in done.stdout and "failed" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_wrong_engine_is_told_exactly_where_it_fails() -> None:
     done = conformance("SummingEngine")
     assert done.returncode == 1
