@@ -76,7 +76,8 @@ def test_a_comparison_that_is_cut_off_goes_on_and_an_arm_that_fails_is_told(tmp_
         "broken": "failed",
     }
     assert "no such row in the middle of the night" in found["broken"]["errors"][0]
-    assert "broken" in done.stdout and "no such row" in done.stdout
+    # The terminal's table breaks lines.
+    assert "broken" in done.stdout and "no such row" in " ".join(done.stdout.split())
     # Another comparison does not go into the same folder.
     other = shardkit(*words[:-1], "broken: data.train.fault=kill", cwd=project)
     assert other.returncode == 2 and "holds another comparison" in other.stderr
@@ -107,7 +108,7 @@ def test_backends_are_equivalent_under_exact_and_the_arm_that_is_not_is_named(tm
     assert different["verdict"] == "different" and different["equivalence"]["step"] == 1
     assert different["cause"].startswith("BatchNorm statistics by rank and micro-batch")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert len(page) < 5_000_000 and "http-equiv" not in page
+    assert len(page) < 5_000_000 and 'src="http' not in page
 
 
 @pytest.mark.slow
@@ -123,7 +124,9 @@ def test_check_proves_the_backends_on_a_recipe_and_finds_a_fault(tmp_path: Path)
     assert all(each["errors"]["weights"] > 0 for each in found if each["place"] in ("fsdp2-2", "zero3-2"))
     other = shardkit("check", *recipe, "--backends", "ddp", "--world-sizes", "2", "--output", str(tmp_path / "keep"))
     assert other.returncode == 5, other.stderr
-    assert "ddp-2: loss at step 1" in other.stdout and "probably BatchNorm statistics" in other.stdout
+    # One process and two cut a window into the same micro-batches: only the running statistics see who had which.
+    assert "ddp-2: buffers after step 1 of stem.1.running_mean" in other.stdout
+    assert "probably BatchNorm statistics" in other.stdout
     summing = "tests.third_party.engines:SummingEngine"
     faulty = shardkit(
         *("check", *recipe, "normalization.policy=exact", "--backends", summing, "--world-sizes", "2"),
