@@ -6,8 +6,8 @@
 50 million parameters in odd sizes (fp32, AdamW: 601 MB of state), two ranks on gloo, one local disk. A repeat times all
 contestants of a backend once, in turn, after a sync; a ratio is of one repeat, and its median and range are over the
 repeats. "async waits" is what training waits for an asynchronous save, to what it waits for a synchronous one; both
-with the reading back and deleting of keep_last. Memory is the highest resident size during the call (VmHWM) less that
-before it.
+with the reading back and deleting of keep_last. It then copies the moments while the next window runs, which is not
+part of it. Memory is the highest resident size during the call (VmHWM) less that before it.
 """
 
 from __future__ import annotations

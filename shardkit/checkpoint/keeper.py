@@ -52,7 +52,7 @@ class Keeper:
         self._storage = storage
         self._clock = time.monotonic()
         self._saved: int | None = None
-        self._background = Background(engine.world.aside()) if settings.asynchronous else None
+        self._background = Background(engine.world.aside(), engine.optimizer) if settings.asynchronous else None
 
     def asks(self) -> bool:
         """Whether by this rank's clock it is time to save; rank 0's counts."""
@@ -173,23 +173,33 @@ class Keeper:
 class Background:
     """One save at a time in a thread, from a snapshot, over process groups that training does not use."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, optimizer: torch.optim.Optimizer) -> None:
         self._world = world
+        self._copied = threading.Event()
+        self._copied.set()
+        # The moments are copied behind training's back until the step that changes them.
+        optimizer.register_step_pre_hook(lambda *_: void(self._copied.wait()))
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
     def start(self, content: Content, write: Callable[[Content, World], None], world: World) -> None:
-        """Copy `content` and write the copy.
+        """Copy `content` and write the copy; the optimizer's next step waits for the last of it to be copied.
 
         Raises:
             CheckpointError: on all ranks of `world`: there is no memory for the copy.
         """
         failed = f"checkpoint of step {content.step} was not saved"
-        taken = replace(content, parts=agreed(world, failed, lambda: self._snapshot.take(content.parts)))
+        parts, copy_moments = agreed(world, failed, lambda: self._snapshot.take(content.parts))
+        taken = replace(content, parts=parts)
+        self._copied.clear()
 
         def run() -> None:
             try:
+                try:
+                    copy_moments()
+                finally:
+                    self._copied.set()
                 write(taken, self._world)
             except CheckpointError as error:
                 self._error = error
@@ -213,6 +223,10 @@ class Background:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def void(_: object) -> None:
+    """A hook's return value would be taken for arguments of the step."""
 
 
 def streams_part(rank: int, data: bytes) -> Part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,8 +89,12 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, parts: list[Part]) -> list[Part]:
-        """The parts as they are now; the memory of the last snapshot is used again."""
+    def take(self, parts: list[Part]) -> tuple[list[Part], Callable[[], None]]:
+        """The parts as they are now, and what copies the moments among them; the last snapshot's memory is used again.
+
+        Weights and buffers are copied at once. Moments change at the next step of the optimizer alone, so they can be
+        copied while training computes, by whoever calls that function before the step.
+        """
         sizes = [part.tensor.numel() * part.tensor.element_size() for part in parts]
         # Each on a multiple of 16 bytes: a view of another dtype needs an aligned beginning.
         starts = [0]
@@ -99,14 +103,21 @@ class Snapshot:
         if self._memory.numel() < starts[-1]:
             pinned = torch.cuda.is_available()
             self._memory = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=pinned)
-        taken = []
-        for part, start, size in zip(parts, starts, sizes, strict=False):
-            place = self._memory[start : start + size].view(part.tensor.dtype)
-            place.copy_(part.tensor, non_blocking=part.tensor.is_cuda)
-            taken.append(replace(part, tensor=place))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return taken
+        places = [
+            self._memory[start : start + size].view(part.tensor.dtype)
+            for part, start, size in zip(parts, starts, sizes, strict=False)
+        ]
+        pairs = list(zip(places, parts, strict=True))
+        _copy([(place, part.tensor) for place, part in pairs if part.key[0] != "optimizer"])
+        moments = [(place, part.tensor) for place, part in pairs if part.key[0] == "optimizer"]
+        return [replace(part, tensor=place) for place, part in pairs], lambda: _copy(moments)
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for place, tensor in pairs:
+        place.copy_(tensor, non_blocking=tensor.is_cuda)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _share(interval: Interval) -> tuple[int, int]:

@@ -229,3 +229,21 @@ def test_weights_of_a_damaged_checkpoint_are_not_started_from(
     source = f"init_from={tmp_path}/checkpoints/step-00000002"
     kind, message, _ = small(launch_ranks, ("ddp", 2), tmp_path / "other", source, errors=True)
     assert kind == "CheckpointError" and f"{shard.name} is damaged: its crc32" in message
+
+
+@pytest.mark.parametrize("place", [("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2)], ids=lambda place: place[0])
+def test_a_save_in_the_background_holds_the_same_bytes(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path, place: Place
+) -> None:
+    """Also the moments, which are copied while the next window runs."""
+    from shardkit.checkpoint.difference import difference
+    from shardkit.checkpoint.place import one
+
+    every = ["checkpoint.every=1", "checkpoint.keep_last=null", "model.width=16", "train.max_steps=5"]
+    small(launch_ranks, place, tmp_path / "once", *every)
+    small(launch_ranks, place, tmp_path / "behind", *every, "checkpoint.asynchronous=true")
+    assert steps_in(tmp_path / "behind") == [1, 2, 3, 4, 5]
+    for step in steps_in(tmp_path / "once"):
+        a, b = (one(f"{tmp_path}/{run}/checkpoints/step-{step:08d}") for run in ("once", "behind"))
+        found = difference(a, b)
+        assert not found.any and found.compared > 60, found
