@@ -121,6 +121,7 @@ def test_counted_is_the_theory_with_and_without_accumulation(paper: Any, name: s
         check(counted, meaning(backend_named(name), case("", size, steps), size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "options"), OTHERS)
 def test_counted_is_the_theory_for_every_option_and_precision(
     launch_ranks: Callable[..., list[Any]], name: str, size: int, options: dict[str, Any]

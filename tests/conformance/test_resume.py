@@ -81,7 +81,7 @@ SMALL = [
     "checkpoint.every=null",
     "checkpoint.keep_best=null",
 ]
-SOME: list[Place] = [("ddp", 2), ("fsdp2", 2), ("zero3", 2)]
+SOME: list[Any] = [("ddp", 2), *(pytest.param((name, 2), marks=pytest.mark.slow) for name in ("fsdp2", "zero3"))]
 
 
 def small(launch_ranks: Callable[..., list[Any]], place: Place, folder: Path, *more: str, errors: bool = False) -> Any:
@@ -144,7 +144,7 @@ def test_going_on_from_an_earlier_checkpoint_sets_later_ones_aside(
     ]
 
 
-@pytest.mark.parametrize("place", SOME, ids=lambda place: place[0])
+@pytest.mark.parametrize("place", SOME, ids=str)
 def test_a_run_starts_with_weights_from_elsewhere(
     launch_ranks: Callable[..., list[Any]], tmp_path: Path, place: Place
 ) -> None:
@@ -231,7 +231,11 @@ def test_weights_of_a_damaged_checkpoint_are_not_started_from(
     assert kind == "CheckpointError" and f"{shard.name} is damaged: its crc32" in message
 
 
-@pytest.mark.parametrize("place", [("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2)], ids=lambda place: place[0])
+@pytest.mark.parametrize(
+    "place",
+    [("zero2", 2), *(pytest.param((name, 2), marks=pytest.mark.slow) for name in ("ddp", "fsdp2", "zero3"))],
+    ids=str,
+)
 def test_a_save_in_the_background_holds_the_same_bytes(
     launch_ranks: Callable[..., list[Any]], tmp_path: Path, place: Place
 ) -> None:

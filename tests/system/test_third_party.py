@@ -22,6 +22,7 @@ def conformance(engine: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_right_engine_passes_the_suite() -> None:
     done = conformance("ManualEngine")
     assert done.returncode == 0, done.stdout[-3000:]

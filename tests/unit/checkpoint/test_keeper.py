@@ -122,6 +122,8 @@ def test_nothing_is_deleted_after_a_save_that_does_not_verify(
 ) -> None:
     keeper = make(every=1, keep_last=1, asynchronous=asynchronous)
     keeper.save(1, {}, STREAMS)
+    # What is written in the background looks its function up there.
+    keeper.close()
 
     def write(storage: Any, content: Any, world: World, **more: Any) -> str:
         name = write_checkpoint(storage, content, world, **more)
