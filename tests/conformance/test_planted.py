@@ -43,7 +43,11 @@ FAULTS: dict[str, tuple[list[str], int, str]] = {
     "weight decay": (["optimizer.weight_decay=0.05"], 2, "weight decay"),
     "another learning rate": (["optimizer.lr=0.11"], 1, "learning-rate"),
     "BatchNorm by micro-batch": (["normalization.policy=keep", "batch.micro_batch_size=8"], 1, "BatchNorm"),
-    "a backend that sums": (["backend={adapter: 'tests.third_party.engines:SummingEngine', name: summing}"], 1, ""),
+    "a backend that sums": (
+        ["backend={adapter: 'tests.third_party.engines:SummingEngine', name: summing}"],
+        1,
+        "the backends differ",
+    ),
 }
 
 

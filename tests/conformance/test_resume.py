@@ -62,8 +62,9 @@ def test_a_stop_in_the_middle_of_an_epoch_changes_nothing(
     assert first["lines"][-1]["status"] == "stopped" and first["lines"][-1]["resumable"] is True
     second = run(launch_ranks, target, tmp_path / "run", tmp_path / "after", "data.num_workers=2")
     assert second["losses"].keys() == whole["losses"].keys()
+    # Measured: 1e-7 at every step, zero2 -> fsdp2 and fsdp2 -> zero3; sums over other ranks are rounded otherwise.
     for step, loss in whole["losses"].items():
-        assert second["losses"][step] == pytest.approx(loss, rel=2e-5), f"step {step}, stopped at {stop}"
+        assert second["losses"][step] == pytest.approx(loss, rel=2e-6), f"step {step}, stopped at {stop}"
     assert second["evals"][STEPS]["loss"] == pytest.approx(whole["evals"][STEPS]["loss"], rel=1e-4)
     # Each item once in the epoch that was cut, and the beginning of the next.
     counted = Counter(seen(tmp_path / "before")) + Counter(seen(tmp_path / "after"))
