@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -86,10 +84,10 @@ class Storm:
             time.sleep(0.001)
 
     def _kill(self, processes: list[Any]) -> None:
-        """All at once, or one a moment after the other."""
+        """All at once, or one a moment after the other; a rank whose peer is gone may have ended by itself."""
         self._dice.shuffle(processes)
         for process in processes:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             time.sleep(self._dice.choice([0, 0, 0.003, 0.02]))
         for process in processes:
             process.join()
