@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardkit import shipped
 from shardkit.communication import Traffic, added
 from shardkit.engines import registry
 from shardkit.engines.api import Traits
 from shardkit.engines.checks import check_backend
 from shardkit.engines.meaning import Meaning, Situation, meaning_of
+from shardkit.engines.swapped import with_backend
 from shardkit.errors import Problem, RecipeError, RequestError
 from shardkit.explain.explanation import Explanation
 from shardkit.explain.own import own_traffic
 from shardkit.explain.schedule import schedule
 from shardkit.explain.settings import fates, values
-from shardkit.explain.subject import Kept, Subject, look
 from shardkit.launch import preflight
-from shardkit.recipe.backend import load_backend
 from shardkit.recipe.build import check_options, check_targets, make_options
-from shardkit.recipe.load import DEFAULT, Loaded
+from shardkit.recipe.load import Loaded
+from shardkit.subject import Kept, Subject, look
 from shardkit.world import resolve_device
 
 _OPTIONS = "backend.options."
@@ -98,30 +97,6 @@ def explain_one(loaded: Loaded, world_size: int | None = None) -> Explanation:
         settings=fates(loaded, translated, refusals),
         recipe=values(loaded),
     )
-
-
-def with_backend(loaded: Loaded, name: str) -> Loaded:
-    """The same recipe on another backend, with the options that the command line gives.
-
-    Raises:
-        RecipeError: there is no such backend.
-    """
-    own = loaded.recipe.backend
-    if name == own.name:
-        return loaded
-    backend = load_backend(name, options_of=registry.options_of)
-    asked = {
-        key: value
-        for key, value in own.options.items()
-        if loaded.origins.get(_OPTIONS + key, DEFAULT).startswith("command line")
-    }
-    origins = {key: place for key, place in loaded.origins.items() if key.partition(".")[0] != "backend"}
-    file = shipped.shown("backends", name) if name in shipped.files("backends") else f"backend {name}"
-    origins |= {"backend": file, "backend.name": file, "backend.adapter": file}
-    origins |= {_OPTIONS + key: file for key in backend.options}
-    origins |= {_OPTIONS + key: loaded.origins[_OPTIONS + key] for key in asked}
-    backend = replace(backend, options={**backend.options, **asked})
-    return Loaded(replace(loaded.recipe, backend=backend), origins, loaded.path)
 
 
 def _problem(loaded: Loaded, error: RequestError) -> Problem:
@@ -231,4 +206,4 @@ def _checkpoint(situation: Situation, subject: Subject) -> dict[str, Any]:
     }
 
 
-__all__ = ["explain", "explain_one", "with_backend"]
+__all__ = ["explain", "explain_one"]
