@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +32,7 @@ class PeakBytes:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._counter: _Lifetimes | None = None
+        self._counter: Lifetimes | None = None
         self._start = 0
         self._peak = self._current = 0
         self._inside = False
@@ -56,7 +57,7 @@ class PeakBytes:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._start = torch.cuda.memory_allocated(self.device)
         else:
-            self._counter = _Lifetimes(self.device.type)
+            self._counter = Lifetimes(self.device.type)
             self._counter.__enter__()
         self._inside = True
         return self
@@ -77,15 +78,59 @@ class PeakBytes:
         self._current = torch.cuda.memory_allocated(self.device) - self._start
 
 
-class _Lifetimes(TorchDispatchMode):
-    """Counts the storages that operators make on one type of device, from their making to their end."""
+class Lifetimes(TorchDispatchMode):
+    """Counts the storages that operators make on one type of device, from their making to their end.
 
-    def __init__(self, device_type: str) -> None:
+        with Lifetimes() as alive:
+            alive.see(model.parameters())
+            loss_fn(model, batch)[0].backward()
+        print(alive.peak, alive.current)
+
+    `peak` and `current` are bytes; setting `peak` to `current` begins a new peak. A storage that is resized counts with
+    its new size from then on. Fake tensors count as what they stand for.
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()
         self.peak = self.current = 0
         self._device_type = device_type
         # By address: what is at an address is gone before something else can be. A weak reference keeps its callback.
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._apart: set[int] = set()
+        self._resize: Any = None
+
+    def __enter__(self) -> Lifetimes:
+        super().__enter__()
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._alive:
+                self._see(storage)
+                self.peak = max(self.peak, self.current)
+            return result
+
+        torch.UntypedStorage.resize_ = counted  # pyright: ignore[reportAttributeAccessIssue]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def see(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count what was made before."""
+        for storage in self._storages(list(tensors)):
+            self._see(storage)
+        self.peak = max(self.peak, self.current)
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage no longer, as something else accounts for it."""
+        for storage in self._storages(tensor):
+            address = storage._cdata
+            known, size = self._alive.get(address, (None, 0))
+            if known is not None and address not in self._apart:
+                self._apart.add(address)
+                self.current -= size
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -102,17 +147,21 @@ class _Lifetimes(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that is new, or what it has grown by."""
+        """Count a storage that is new, or what it has grown or shrunk by."""
         address, size = storage._cdata, storage.nbytes()
         known, counted = self._alive.get(address, (None, 0))
         if known is None:
             known = weakref.ref(storage, lambda _: self._end(address))
         self._alive[address] = (known, size)
-        self.current += size - counted
+        if address not in self._apart:
+            self.current += size - counted
 
     def _end(self, address: int) -> None:
         _, size = self._alive.pop(address, (None, 0))
-        self.current -= size
+        if address in self._apart:
+            self._apart.discard(address)
+        else:
+            self.current -= size
 
     def _storages(self, values: Any) -> list[torch.UntypedStorage]:
         return [
@@ -127,7 +176,7 @@ class _Lifetimes(TorchDispatchMode):
 
 def _is_hollow(value: torch.Tensor) -> bool:
     """Whether a tensor of a subclass keeps its values elsewhere, as a batch that waits on the host does."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
+    if type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor):
         return False
     try:
         return value.untyped_storage().data_ptr() == 0 and value.numel() > 0
@@ -135,4 +184,4 @@ def _is_hollow(value: torch.Tensor) -> bool:
         return True
 
 
-__all__ = ["PeakBytes"]
+__all__ = ["Lifetimes", "PeakBytes"]

@@ -25,7 +25,7 @@ from shardkit import metrics
 from shardkit.checkpoint.history import steps
 from shardkit.checkpoint.storage import Storage
 from shardkit.communication import Counts, Traffic, added, counted
-from shardkit.progress import Progress
+from shardkit.progress import Progress, Watched
 
 if TYPE_CHECKING:
     from shardkit.checkpoint.training import Position
@@ -75,7 +75,7 @@ class Profile:
 
     def watching(self, progress: Progress) -> Progress:
         """`progress`, which also tells this profile each step."""
-        return _Steps(self, progress)
+        return Watched(progress, self.step)
 
     def saving(self, saving: Saving) -> Saving:
         """`saving`, whose collectives belong to no step and whose time is noted."""
@@ -129,24 +129,6 @@ def newest_bytes(storage: Storage) -> int | None:
     """Bytes of the newest checkpoint of a run; None without one."""
     names = [name for _, name in sorted(steps(storage))]
     return sum(storage.size(f"{names[-1]}/{file}") for file in storage.names(names[-1])) if names else None
-
-
-class _Steps:
-    def __init__(self, profile: Profile, progress: Progress) -> None:
-        self._profile, self._progress = profile, progress
-
-    def step(self, step: int) -> None:
-        self._profile.step()
-        self._progress.step(step)
-
-    def train(self, line: Mapping[str, Any]) -> None:
-        self._progress.train(line)
-
-    def evaluation(self, line: Mapping[str, Any]) -> None:
-        self._progress.evaluation(line)
-
-    def close(self) -> None:
-        self._progress.close()
 
 
 class _Saves:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -41,6 +41,26 @@ class Silent:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class Watched:
+    """Another's display, and who else wants to know when a step has been made."""
+
+    def __init__(self, progress: Progress, made: Callable[[], None]) -> None:
+        self._progress, self._made = progress, made
+
+    def step(self, step: int) -> None:
+        self._made()
+        self._progress.step(step)
+
+    def train(self, line: Mapping[str, Any]) -> None:
+        self._progress.train(line)
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        self._progress.evaluation(line)
+
+    def close(self) -> None:
+        self._progress.close()
 
 
 class Lines:

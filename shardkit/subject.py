@@ -45,6 +45,29 @@ class Subject:
     optimizer_dtypes: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bare:
+    """A recipe's model before any backend."""
+
+    model: nn.Module
+    built_on: str
+    # "meta device", or "CPU" with the reason.
+    applied: Applied
+
+
+def bare_model(loaded: Loaded, *, world_size: int, accumulation: int) -> Bare:
+    """Build the model and apply the policy.
+
+    Raises:
+        RequestError: the model cannot be built, or a norm layer cannot become what the policy says.
+    """
+    model, built_on = _build(loaded)
+    applied = _normalize(model, loaded.recipe, world_size, accumulation)
+    if loaded.recipe.train.precision == "bf16-true":
+        model.to(torch.bfloat16)
+    return Bare(model=model, built_on=built_on, applied=applied)
+
+
 def look(loaded: Loaded, *, world_size: int, accumulation: int) -> Subject:
     """Build the model, apply the policy, and try the optimizer.
 
@@ -53,15 +76,13 @@ def look(loaded: Loaded, *, world_size: int, accumulation: int) -> Subject:
             nothing.
     """
     recipe = loaded.recipe
-    model, built_on = _build(loaded)
-    applied = _normalize(model, recipe, world_size, accumulation)
-    if recipe.train.precision == "bf16-true":
-        model.to(torch.bfloat16)
+    bare = bare_model(loaded, world_size=world_size, accumulation=accumulation)
+    model = bare.model
     groups, state = _optimize(model, recipe)
     return Subject(
-        built_on=built_on,
+        built_on=bare.built_on,
         anatomy=anatomy(model, recipe.blocks, groups),
-        applied=applied,
+        applied=bare.applied,
         buffers=_kept([buffer for _, buffer in persistent_buffers(model)]),
         optimizer=None if state is None else _kept(state),
         optimizer_dtypes=tuple(sorted({str(t.dtype).removeprefix("torch.") for t in state or ()})),

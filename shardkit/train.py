@@ -98,6 +98,7 @@ def _train(recipe: Recipe, world: World, folder: RunFolder, profile: Profile | N
         max_grad_norm=recipe.train.max_grad_norm,
         precision=recipe.train.precision,
         blocks=recipe.blocks,
+        activation_checkpointing=recipe.activation_checkpointing,
         normalization=recipe.normalization,
         micro_batch_size=recipe.batch.micro_batch_size,
         gradient_accumulation_steps=recipe.gradient_accumulation_steps(world.size),

@@ -20,6 +20,7 @@ from shardkit.errors import NonFiniteError, WindowError
 from shardkit.losses import Loss, adapt
 from shardkit.normalization.batch_norm import commit, counting
 from shardkit.normalization.host import on_host
+from shardkit.normalization.recomputed import named_errors
 from shardkit.normalization.slices import sliced
 from shardkit.world import World
 
@@ -184,7 +185,8 @@ def train_step(
     Raises:
         WindowError: the window is empty, or the ranks' windows differ in length.
         NonFiniteError: the gradient is NaN or infinite, with nonfinite="error".
-        EngineError: the backend would train something wrongly (see its traits).
+        EngineError: the backend would train something wrongly (see its traits), or a block that is recomputed in the
+            backward computes something else there.
     """
     window = window if isinstance(window, Window) else Window(window)
     if not len(window):
@@ -202,7 +204,8 @@ def train_step(
         with engine.micro_step(last=index == len(window) - 1), counting(counts):
             with on_host(engine.norms.on_host), sliced(window.sizes):
                 loss_sum, _ = loss(engine.model, batch)
-            engine.backward(loss_sum * (world.size / items if counts else 0.0))
+            with named_errors():
+                engine.backward(loss_sum * (world.size / items if counts else 0.0))
         sums.append(loss_sum.detach().double() if counts else torch.zeros_like(loss_sum, dtype=torch.float64))
     engine.norms.items_seen += sum(num_items(batch) for batch, counts in window.weighted() if counts)
     report = engine.step()

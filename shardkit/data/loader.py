@@ -131,22 +131,31 @@ def num_items(dataset: Any) -> int:
 
 def move(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`, inside containers, dataclasses and what has a `to` as well."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=device.type == "cuda")
-    if callable(getattr(value, "to", None)):
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device, non_blocking=device.type == "cuda")
         return value.to(device)
+
+    return mapped(value, moved)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with what `change` makes of its tensors and of what has a `to`, inside containers and dataclasses."""
+    if isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)):
+        return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        moved = copy.copy(value)
+        changed = copy.copy(value)
         for field in dataclasses.fields(value):
             # Past the __setattr__ that a frozen dataclass refuses with.
-            object.__setattr__(moved, field.name, move(getattr(value, field.name), device))
-        return moved
+            object.__setattr__(changed, field.name, mapped(getattr(value, field.name), change))
+        return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move(item, device) for item in value))
+        return type(value)(*(mapped(item, change) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(move(item, device) for item in value)
+        return type(value)(mapped(item, change) for item in value)
     if isinstance(value, Mapping):
-        return {key: move(item, device) for key, item in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     return value
 
 

@@ -34,6 +34,13 @@ class Weight:
         rows = self.shape[0] if self.shape else 1
         return -(-rows // parts) * parts * (self.numel // rows if rows else 0)
 
+    def rows_of(self, part: int, parts: int) -> tuple[int, ...]:
+        """The shape of one of `parts` parts of its rows, of which the last ones may have fewer, or none."""
+        if not self.shape:
+            return (1,) if part == 0 else (0,)
+        rows = -(-self.shape[0] // parts)
+        return (max(0, min(rows, self.shape[0] - part * rows)), *self.shape[1:])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:

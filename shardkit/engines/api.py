@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import nn
 
+from shardkit.engines.footprint import Footprint, Part, Workload
+from shardkit.engines.held import held
 from shardkit.engines.meaning import Meaning, Situation, from_traits
 from shardkit.normalization.logical_batch import LogicalBatch
 from shardkit.world import World
@@ -213,6 +215,15 @@ class Engine(Protocol):
                 group with different numbers; it names two).
         """
         ...
+
+    @classmethod
+    def footprint(cls, options: Any, situation: Situation, workload: Workload) -> Footprint | None:
+        """What one rank needs in memory, without building anything; None = this adapter does not say."""
+        return None
+
+    def held(self) -> Iterable[tuple[Part, torch.Tensor]]:
+        """The live tensors of this rank's state; asked within the optimizer's step, when gradients are complete."""
+        return held(self.model, self.optimizer)
 
     @abstractmethod
     def close(self) -> None:

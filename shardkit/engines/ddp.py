@@ -19,6 +19,8 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
+from shardkit.engines.footprint import Footprint, Workload
+from shardkit.engines.footprints import replicas_footprint
 from shardkit.engines.meaning import Meaning, Situation, plain
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DdpOptions
@@ -40,6 +42,10 @@ class DdpEngine(Engine):
     @classmethod
     def explain(cls, options: DdpOptions, situation: Situation) -> Meaning:
         return replicas_meaning(situation, options)
+
+    @classmethod
+    def footprint(cls, options: DdpOptions, situation: Situation, workload: Workload) -> Footprint:
+        return replicas_footprint(situation, workload, buckets=True)
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: DdpOptions

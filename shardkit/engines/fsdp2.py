@@ -24,6 +24,8 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
+from shardkit.engines.footprint import Footprint, Workload
+from shardkit.engines.footprints import fully_shard_footprint
 from shardkit.engines.kept import refuse_pending
 from shardkit.engines.meaning import NONE, Meaning, Situation, plain, short
 from shardkit.engines.names import trainable
@@ -51,6 +53,16 @@ class Fsdp2Engine(Engine):
         traffic = fully_shard_traffic(situation, options, replicas=options.replicas)
         placed = f"a mesh of {options.replicas} replicas x {situation.world_size // options.replicas} shards"
         return replace(meaning, traffic=traffic, translated={**meaning.translated, "backend.options.replicas": placed})
+
+    @classmethod
+    def footprint(cls, options: Fsdp2Options, situation: Situation, workload: Workload) -> Footprint:
+        return fully_shard_footprint(
+            situation,
+            workload,
+            reshard_after_forward=options.reshard_after_forward,
+            shards=situation.world_size // options.replicas,
+            cpu_offload=options.cpu_offload,
+        )
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: Fsdp2Options

@@ -9,19 +9,25 @@ import torch
 from torch import nn
 
 from shardkit.engines import registry
+from shardkit.engines.activations import KEY, chosen_blocks, recompute, recomputed_blocks
 from shardkit.engines.api import Engine, EngineSettings, MakeOptimizer, NamedParameters, Precision, Traits
 from shardkit.engines.checks import constant_refusal, optimizer_refusal, refusals
 from shardkit.engines.names import tied_names
 from shardkit.engines.start import same_start
 from shardkit.engines.units import find_units
 from shardkit.errors import BackendError
-from shardkit.normalization.exact import recompute_blocks
 from shardkit.normalization.logical_batch import LogicalBatch
 from shardkit.normalization.policy import apply_policy
 from shardkit.normalization.slices import slice_blocks
 from shardkit.recipe.backend import load_backend
 from shardkit.recipe.build import make_options
-from shardkit.recipe.schema import Backend, Normalization, Policy
+from shardkit.recipe.schema import (
+    ActivationCheckpointing,
+    Backend,
+    Normalization,
+    Policy,
+    activation_checkpointing_refusal,
+)
 from shardkit.world import World
 
 
@@ -34,6 +40,7 @@ def open_engine(
     max_grad_norm: float | None = None,
     precision: Precision = "fp32",
     blocks: Sequence[str] = (),
+    activation_checkpointing: ActivationCheckpointing = "none",
     normalization: Policy | Literal["auto"] | Normalization = "keep",
     micro_batch_size: int = 1,
     gradient_accumulation_steps: int = 1,
@@ -50,6 +57,8 @@ def open_engine(
         max_grad_norm: clip by the global norm; None = no clipping.
         precision: fp32, bf16-mixed or bf16-true; see the recipe's train.precision.
         blocks: globs on module or class names that are sharded as one unit each; empty = found in the model.
+        activation_checkpointing: what is recomputed in the backward instead of kept, on every backend alike: "none",
+            "blocks" (each sharding unit), or n (every n-th of them, from the first on).
         normalization: what becomes of BatchNorm layers: a policy, or the recipe's section; see
             `shardkit.normalization.apply_policy`.
         micro_batch_size: items a forward of one rank; told to backends that want to know, and to policy auto.
@@ -57,7 +66,7 @@ def open_engine(
 
     Raises:
         RecipeError: there is no such backend, or it has no such option.
-        BackendError: the backend is not installed, or cannot honour a setting here.
+        BackendError: the backend is not installed, or cannot honour a setting here; there are no blocks to recompute.
         NormalizationError: a norm layer would lose something under the policy.
     """
     chosen = backend if isinstance(backend, Backend) else load_backend(backend, options_of=registry.options_of)
@@ -78,6 +87,11 @@ def open_engine(
     if blocks:
         # Also where they are not used: a typo must not wait for another backend to be found.
         find_units(model, blocks)
+    section = normalization if isinstance(normalization, Normalization) else Normalization(policy=normalization)
+    refused = activation_checkpointing_refusal(activation_checkpointing, section.exact)
+    if refused:
+        raise BackendError(f"{KEY}: {refused}")
+    chosen_blocks(model, blocks, activation_checkpointing)
     same_start(model, world)
     settings = EngineSettings(
         world=world,
@@ -86,11 +100,12 @@ def open_engine(
         blocks=tuple(blocks),
         micro_batch_size=micro_batch_size,
     )
-    section = normalization if isinstance(normalization, Normalization) else Normalization(policy=normalization)
     refused = constant_refusal(traits, chosen.name, section)
     if refused:
         raise BackendError(refused)
     norms = normalize(model, section, settings, gradient_accumulation_steps)
+    # Before any backend wraps the model, and after the policy, which may have made other modules of some blocks.
+    recompute(recomputed_blocks(model, section, blocks, activation_checkpointing))
     aliases = tied_names(model)
     groups: list[tuple[str, ...]] = []
     engine = adapter(model, _checked(make_optimizer, traits, chosen.name, groups), settings, options)
@@ -102,7 +117,7 @@ def open_engine(
 def normalize(
     model: nn.Module, section: Normalization, settings: EngineSettings, gradient_accumulation_steps: int
 ) -> LogicalBatch:
-    """Apply the policy to the bare model; under exact, its blocks recompute themselves."""
+    """Apply the policy to the bare model; under exact at constant memory, its blocks run a micro-batch at a time."""
     applied = apply_policy(
         model,
         section,
@@ -112,9 +127,8 @@ def normalize(
     )
     exact = any(layer.mode == "exact" for layer in applied.layers)
     constant = section.exact.memory == "constant"
-    if exact:
-        blocks = find_units(model, section.exact.blocks or settings.blocks)
-        (slice_blocks if constant else recompute_blocks)(blocks)
+    if exact and constant:
+        slice_blocks(find_units(model, section.exact.blocks or settings.blocks))
     return LogicalBatch(applied=applied, joined=exact, on_host=exact and (constant or section.exact.offload))
 
 

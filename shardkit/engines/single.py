@@ -18,6 +18,8 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
+from shardkit.engines.footprint import Footprint, Workload
+from shardkit.engines.footprints import replicas_footprint
 from shardkit.engines.meaning import Meaning, Situation, plain
 from shardkit.engines.names import trainable
 from shardkit.engines.options import SingleOptions
@@ -36,6 +38,10 @@ class SingleEngine(Engine):
     @classmethod
     def explain(cls, options: SingleOptions, situation: Situation) -> Meaning:
         return plain(situation, traffic={}, least={})
+
+    @classmethod
+    def footprint(cls, options: SingleOptions, situation: Situation, workload: Workload) -> Footprint:
+        return replicas_footprint(situation, workload, buckets=False)
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: SingleOptions

@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 
 from shardkit.errors import WindowError
 from shardkit.normalization.batch_norm import BatchNorm, interpose
-from shardkit.normalization.exact import replace_forward
 from shardkit.normalization.host import HostBatch, OnHost
 from shardkit.normalization.moments import Moments
 from shardkit.normalization.normalize import Normalize, standardized, sums_over
+from shardkit.normalization.recomputed import replace_forward
 
 # Names of blocks, for errors.
 _NAMES: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -44,9 +44,13 @@ def sliced(sizes: Sequence[int]) -> Iterator[None]:
 
 
 def slice_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> None:
-    """Make each block run one micro-batch at a time, forward and backward."""
+    """Make each block run one micro-batch at a time, forward and backward.
+
+    Raises:
+        BackendError: something else has replaced the forward of a block.
+    """
     for name, block in blocks:
-        replace_forward(name, block, _over_slices)
+        replace_forward(block, _over_slices, name=name, key="normalization", blocks="normalization.exact.blocks")
         _NAMES[block] = name
 
 

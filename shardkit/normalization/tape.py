@@ -53,8 +53,9 @@ class Tape:
         entries = self._entries.get(id(layer), [])
         if index >= len(entries):
             raise WindowError(
-                "a block called a BatchNorm in its recomputation that it did not call in its first pass; blocks under "
-                "normalization.policy=exact must take the same way both times: list others under exact.blocks"
+                "a block called a BatchNorm in its recomputation that it did not call in its first pass; a block that "
+                "is recomputed must take the same way both times: list others under blocks, where "
+                "activation_checkpointing asks for it, or under normalization.exact.blocks"
             )
         self._played[id(layer)] = index + 1
         return entries[index]

@@ -222,6 +222,23 @@ class ParameterGroup:
 Policy = Literal["keep", "sync", "deferred", "exact", "frozen", "group", "layer", "instance"]
 
 
+# What is recomputed in the backward: see `Recipe`.
+ActivationCheckpointing = Literal["none", "blocks"] | int
+
+
+def activation_checkpointing_refusal(value: ActivationCheckpointing, exact: Exact) -> str | None:
+    """The sentence that refuses a value of activation_checkpointing, alone or beside normalization.exact, or None."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value not in ("none", "blocks") and not whole:
+        return f"{value!r} says not what to recompute; expected none, blocks, or n, 1 or more, for every n-th block"
+    if value != "none" and exact.memory == "constant":
+        return (
+            f"{value} does not go with normalization.exact.memory: constant, which keeps no activations of its blocks "
+            "and runs them again already; leave it out, or use memory: blocks"
+        )
+    return None
+
+
 @dataclass
 class NormalizationRule:
     """A policy for the BatchNorm layers that match; the first rule that matches a layer wins."""
@@ -330,6 +347,8 @@ class Metrics:
     # Also write tensorboard/ in the run folder.
     profile: bool = False
     # Also write profile.json: memory and communication of each rank, and what starting and saving took.
+    memory: bool = False
+    # Also write memory.json: what each rank's memory is used for, counted tensor by tensor; slow on a CPU.
 
     def check(self) -> Iterator[Complaint]:
         if self.every < 1:
@@ -359,6 +378,9 @@ class Recipe:
     parameter_groups: list[ParameterGroup] = field(default_factory=list)
     blocks: list[str] = field(default_factory=list)
     # Globs on module names (or class names) that are sharded as one unit each; empty = found in the model.
+    activation_checkpointing: ActivationCheckpointing = "none"
+    # Blocks whose activations are recomputed in the backward, which takes time instead of memory: none; blocks: each
+    # sharding unit; or n: every n-th of them, from the first on.
     normalization: Normalization = field(default_factory=Normalization)
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -393,6 +415,9 @@ class Recipe:
             yield "init_from", "is empty; expected the path of a checkpoint, a .safetensors file or a folder, or null"
         if not 0 <= self.seed < 2**63:
             yield "seed", f"{self.seed} is not a seed; expected 0 or more"
+        refused = activation_checkpointing_refusal(self.activation_checkpointing, self.normalization.exact)
+        if refused:
+            yield "activation_checkpointing", refused
 
     def check_world(self, world_size: int) -> Iterator[Complaint]:
         """The batch sizes must fit the number of processes: global = micro x world x a whole number."""

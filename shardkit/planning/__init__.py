@@ -1,0 +1,1 @@
+"""`shardkit plan`: what a recipe needs on each backend, before anything is booked or started."""
