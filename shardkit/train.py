@@ -75,6 +75,7 @@ def _train(recipe: Recipe, world: World, folder: RunFolder, profile: Profile | N
 
     from shardkit.engines.opening import open_engine
     from shardkit.evaluation import evaluate
+    from shardkit.ledger import Ledger
     from shardkit.loop import Cadence, fit, total_steps
     from shardkit.losses import adapt
     from shardkit.optimizer import maker
@@ -90,6 +91,7 @@ def _train(recipe: Recipe, world: World, folder: RunFolder, profile: Profile | N
         raise EngineError(f"model: {recipe.model['_target_']} made {type(model).__name__}; expected a torch.nn.Module")
     windows, eval_windows = _open_windows(recipe, world)
     loss = adapt(build(recipe.loss))
+    ledger = Ledger(world, model) if recipe.metrics.memory else None
     engine = open_engine(
         recipe.backend,
         model,
@@ -128,6 +130,9 @@ def _train(recipe: Recipe, world: World, folder: RunFolder, profile: Profile | N
     if resumed.position.step >= cadence.last and world.rank == 0:
         log.info("shardkit: %d steps are asked for, and %d are made", cadence.last, resumed.position.step)
     journal = _open_journal(recipe, world, folder, cadence.last, resumed)
+    if ledger is not None:
+        ledger.watch(engine)
+        journal = replace(journal, progress=progress.Watched(journal.progress, ledger.step))
     if profile is not None:
         journal = replace(journal, progress=profile.watching(journal.progress))
         saving = profile.saving(saving) if saving is not None else None
@@ -147,6 +152,8 @@ def _train(recipe: Recipe, world: World, folder: RunFolder, profile: Profile | N
         )
     finally:
         journal.close()
+    if ledger is not None:
+        ledger.write(folder.path / "memory.json")
     engine.close()
     if world.rank == 0:
         log.info("%s", _summary(outcome, folder))

@@ -132,7 +132,7 @@ class Replay:
     """
 
     def __init__(self, states: dict[Part, int]) -> None:
-        self._states = {part: size for part, size in states.items() if size}
+        self._states: dict[Part, int] = {part: size for part, size in states.items() if size}
         self._held: dict[tuple[Part, str], int] = {}
         self._sums: dict[Part, int] = {}
         self._total = sum(self._states.values())
@@ -175,7 +175,7 @@ class Replay:
         total = self._total + activations
         if total > self.peak:
             self.peak, self.when = total, self._when
-            parts: dict[Part, int] = dict(self._states)
+            parts = dict(self._states)
             for part, size in self._sums.items():
                 parts[part] = parts.get(part, 0) + size
             parts["activations"] = parts.get("activations", 0) + activations
