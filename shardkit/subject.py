@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.engines.activations import recomputed_blocks
 from shardkit.engines.anatomy import Anatomy, anatomy
 from shardkit.engines.names import persistent_buffers, trainable
 from shardkit.errors import Problem, RecipeError
@@ -39,6 +40,8 @@ class Subject:
     # "meta device", or "CPU" with the reason.
     anatomy: Anatomy
     applied: Applied
+    recomputed: tuple[str, ...]
+    # Names of the blocks that are recomputed in the backward.
     buffers: Kept
     optimizer: Kept | None
     # What it keeps after a step, in the dtype of the parameters; None = it could not be tried.
@@ -73,16 +76,18 @@ def look(loaded: Loaded, *, world_size: int, accumulation: int) -> Subject:
 
     Raises:
         RequestError: the model cannot be built, a norm layer cannot become what the policy says, a glob matches
-            nothing.
+            nothing, there are no blocks to recompute.
     """
     recipe = loaded.recipe
     bare = bare_model(loaded, world_size=world_size, accumulation=accumulation)
     model = bare.model
+    blocks = recomputed_blocks(model, recipe.normalization, recipe.blocks, recipe.activation_checkpointing)
     groups, state = _optimize(model, recipe)
     return Subject(
         built_on=bare.built_on,
-        anatomy=anatomy(model, recipe.blocks, groups),
+        anatomy=anatomy(model, recipe.blocks, groups, [block for block, _ in blocks]),
         applied=bare.applied,
+        recomputed=tuple(how.name for _, how in blocks),
         buffers=_kept([buffer for _, buffer in persistent_buffers(model)]),
         optimizer=None if state is None else _kept(state),
         optimizer_dtypes=tuple(sorted({str(t.dtype).removeprefix("torch.") for t in state or ()})),

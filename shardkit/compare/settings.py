@@ -11,7 +11,7 @@ from shardkit.compare.results import Arm
 # Where a run writes, what it keeps and shows: never why two curves differ.
 UNTOLD = ("run_dir", "name", "metrics", "checkpoint.folder", "launch.timeout_seconds", "init_from")
 # What an explanation says of the recipe again, or what has a table of its own.
-FOLLOWING = ("communication", "settings", "backend", "adapter", "world_size")
+FOLLOWING = ("communication", "recomputed", "settings", "backend", "adapter", "world_size")
 ABSENT = "-"
 EXPLAINED = "explain: "
 

@@ -24,6 +24,8 @@ class Weight:
     trainable: bool
     of_norm: bool = False
     # It is the weight or bias of a BatchNorm of torch's own.
+    recomputed: bool = False
+    # It lies in a block that is recomputed in the backward.
 
     @property
     def numel(self) -> int:
@@ -65,13 +67,19 @@ class Anatomy:
         return (*(tuple(by_name[name] for name in unit) for unit in self.units), rest)
 
 
-def anatomy(model: nn.Module, blocks: Sequence[str], groups: Iterable[Sequence[str]] | None = None) -> Anatomy:
+def anatomy(
+    model: nn.Module,
+    blocks: Sequence[str],
+    groups: Iterable[Sequence[str]] | None = None,
+    recomputed: Iterable[nn.Module] = (),
+) -> Anatomy:
     """Look at a bare model, on any device, meta too.
 
     Args:
         model: after the normalization policy, before any backend.
         blocks: globs on the units; empty = found.
         groups: the optimizer's, by full names; None = one of all that is trained.
+        recomputed: blocks that are recomputed in the backward.
 
     Raises:
         BackendError: a glob matches no module.
@@ -82,6 +90,7 @@ def anatomy(model: nn.Module, blocks: Sequence[str], groups: Iterable[Sequence[s
         if isinstance(m, _BatchNorm) and not isinstance(m, BatchNorm)
         for p in m.parameters(recurse=False)
     }
+    again = {id(p) for block in recomputed for p in block.parameters()}
     weights = tuple(
         Weight(
             name=full_name(name),
@@ -89,6 +98,7 @@ def anatomy(model: nn.Module, blocks: Sequence[str], groups: Iterable[Sequence[s
             dtype=p.dtype,
             trainable=p.requires_grad,
             of_norm=id(p) in norms,
+            recomputed=id(p) in again,
         )
         for name, p in model.named_parameters()
     )

@@ -75,7 +75,9 @@ def zero_traffic(situation: Situation, options: DeepSpeedOptions) -> Traffic:
     updated parameters, psi a window, padded a group of the optimizer. Stage 3: all-gather of the parameters and
     reduce-scatter of the gradients, psi each a micro-step, each parameter padded to a multiple of the ranks; what is
     small enough to stay whole is gathered once a window instead, and what is used again only after 10^9 elements twice
-    a micro-step. The norm of the gradient is an all-reduce of one number a group of the optimizer.
+    a micro-step. Not counted: frozen parameters of a block that is recomputed, some of which are gathered once more,
+    as they are released after the first backward in it. The norm of the gradient is an all-reduce of one number a group
+    of the optimizer.
     """
     if situation.world_size == 1:
         return {}
@@ -141,15 +143,17 @@ def _flat_groups(situation: Situation) -> Iterable[int]:
 
 def _partitioned(situation: Situation, options: DeepSpeedOptions) -> Traffic:
     ranks, steps = situation.world_size, situation.accumulation
-    gathered, after = 0, 0
+    gathered, between = 0, 0
+    # Elements used between a weight's forward and its next use: by what comes after it, forward, backward, and again
+    # where it is recomputed. The backward of a block finds there what its recomputation used, but for frozen weights.
     for weight in reversed(situation.anatomy.weights):
         size = -(-weight.numel // ranks) * ranks * 4
         if weight.numel <= options.stage3_param_persistence_threshold:
             # After the step; frozen ones with them.
             gathered += size
         else:
-            gathered += size * steps * (2 if 2 * after >= REUSE_DISTANCE else 1)
-        after += weight.numel
+            gathered += size * steps * (2 if between >= REUSE_DISTANCE else 1)
+        between += weight.numel * (3 if weight.recomputed else 2)
     gradients = sum(-(-weight.numel // ranks) * ranks for weight in situation.anatomy.trainable) * 4
     groups = len(situation.anatomy.groups)
     return {

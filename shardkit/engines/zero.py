@@ -71,10 +71,15 @@ def zero_meaning(situation: Situation, options: DeepSpeedOptions) -> Meaning:
 def _notes(situation: Situation, options: DeepSpeedOptions) -> tuple[str, ...]:
     """What DeepSpeed 0.19.8 communicates otherwise than its papers say."""
     if options.stage == 3:
+        least = options.stage3_param_persistence_threshold
+        again = any(w.recomputed and not w.trainable and w.numel > least for w in situation.anatomy.weights)
+        # It lets go of them after the first backward of a block in which they were recomputed.
+        frozen = ("frozen parameters of a block that is recomputed are gathered once more in its backward",)
         return (
             "parameters used again within 10^9 elements stay gathered until the backward: psi a micro-step and not 2",
-            f"those of at most {options.stage3_param_persistence_threshold} elements stay whole, gathered once a step",
+            f"those of at most {least} elements stay whole, gathered once a step",
             "each parameter is padded to a multiple of the ranks",
+            *(frozen if again else ()),
         )
     found = ["gradients are all-reduced, not reduce-scattered: twice as much on the wire as is needed"]
     if options.stage == 2 and situation.accumulation > 1:

@@ -102,8 +102,9 @@ def explain_one(loaded: Loaded, world_size: int | None = None) -> Explanation:
 def _problem(loaded: Loaded, error: RequestError) -> Problem:
     """What a backend, the policy or a glob refuses, at the key that its message begins with."""
     first = str(error).partition(":")[0].partition("[")[0]
-    named = {"normalization": "normalization.policy", "blocks": "blocks", "parameter_groups": "parameter_groups"}
-    key = next((key for word, key in named.items() if first.partition(".")[0] == word), "backend")
+    word = first.partition(".")[0]
+    named = {"normalization": "normalization.policy"}
+    key = named.get(word, word if word in ("blocks", "activation_checkpointing", "parameter_groups") else "backend")
     return Problem(place=loaded.place(key), key=key, message=str(error))
 
 
@@ -161,6 +162,7 @@ def _sections(
         "communication_notes": list(meaning.notes),
         "scheduler": schedule(recipe),
         "normalization": _norms(subject),
+        "recomputed": list(subject.recomputed),
         "checkpoint": _checkpoint(situation, subject),
         "model": {
             "parameters": sum(weight.numel for weight in situation.anatomy.weights),

@@ -21,6 +21,7 @@ _CONSUMERS = {
     "scheduler": "shardkit, one step an optimizer step",
     "parameter_groups": "the optimizer's groups, by full names",
     "blocks": "sharding units",
+    "activation_checkpointing": "blocks that recompute themselves in the backward, whatever backend wraps the model",
     "batch.global_batch_size": "shardkit's window",
     "batch.micro_batch_size": "shardkit's window",
     "train.max_grad_norm": "clipping by the global norm, in the step",

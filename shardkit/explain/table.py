@@ -112,6 +112,7 @@ def _rest(shown: Sequence[Explanation]) -> list[tuple[str, list[str]]]:
     return [
         ("scheduler", [_scheduler(e.sections["scheduler"]) for e in shown]),
         ("norm layers", [_norm(e.sections["normalization"]) for e in shown]),
+        ("recomputed", [", ".join(e.sections["recomputed"]) or "nothing" for e in shown]),
         ("a checkpoint holds", [_checkpoint(e.sections["checkpoint"]) for e in shown]),
         ("model", [_model(e.sections["model"]) for e in shown]),
     ]

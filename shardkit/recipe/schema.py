@@ -230,7 +230,7 @@ def activation_checkpointing_refusal(value: ActivationCheckpointing, exact: Exac
     """The sentence that refuses a value of activation_checkpointing, alone or beside normalization.exact, or None."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if value not in ("none", "blocks") and not whole:
-        return f"{value!r} says not what to recompute; expected none, blocks, or n, 1 or more, for every n-th block"
+        return f"{value!r} recomputes nothing; expected none, blocks, or a whole number n >= 1 for every n-th block"
     if value != "none" and exact.memory == "constant":
         return (
             f"{value} does not go with normalization.exact.memory: constant, which keeps no activations of its blocks "

@@ -51,7 +51,7 @@ def test_the_keys_for_machines_are_stable(everywhere: list[Explanation]) -> None
         assert list(said) == [
             "backend", "adapter", "world_size", "device", "accumulation", "dtypes", "loss", "clipping", "nonfinite",
             "unused_parameters", "shards", "reduces", "communication", "communication_least", "communication_notes",
-            "scheduler", "normalization", "checkpoint", "model", "settings",
+            "scheduler", "normalization", "recomputed", "checkpoint", "model", "settings",
         ]  # fmt: skip
         assert list(said["dtypes"]) == ["storage", "compute", "gather", "reduce", "masters", "norm_statistics"]
         assert all(set(fate) == {"key", "value", "place", "how", "into"} for fate in said["settings"])
@@ -136,6 +136,31 @@ def test_norm_layers_are_said_after_the_policy() -> None:
     assert said["layers"] == ["9 x BatchNorm2d -> BatchNorm(exact): statistics of the whole logical batch"]
     chosen = one("normalization.policy=auto").to_json()["normalization"]
     assert chosen["policy"] == "exact" and "micro-batches" in chosen["explanation"]
+
+
+def test_blocks_that_are_recomputed_are_named_and_the_setting_is_consumed() -> None:
+    for value, names in (("blocks", ["stages.0", "stages.1", "stages.2"]), ("2", ["stages.0", "stages.2"])):
+        for each in explain(recipe(f"activation_checkpointing={value}"), FOUR, 2):
+            (fate,) = [fate for fate in each.settings if fate.key == "activation_checkpointing"]
+            assert fate.how == "consumed" and "recompute themselves" in fate.into
+            assert each.to_json()["recomputed"] == names and ", ".join(names) in table([each])
+    assert one().to_json()["recomputed"] == []
+    # Once, by whichever asks: exact recomputes all that hold norms.
+    assert one("normalization.policy=exact", "activation_checkpointing=2").to_json()["recomputed"] == [
+        "stages.0", "stages.1", "stages.2",
+    ]  # fmt: skip
+
+
+def test_blocks_that_cannot_be_recomputed_are_refused_at_their_key() -> None:
+    overrides = [
+        "activation_checkpointing=blocks",
+        "model={_target_: torch.nn.Linear, in_features: 64, out_features: 10}",
+    ]
+    (refused,) = one(*overrides).refused
+    assert refused.key == "activation_checkpointing" and "no blocks are found in Linear" in refused.into
+    within = ["activation_checkpointing=blocks", "normalization.policy=exact", "normalization.exact.blocks=[Block]"]
+    (refused,) = one(*within).refused
+    assert refused.key == "activation_checkpointing" and "block 'stages.0' holds 'stages.0.0'" in refused.into
 
 
 def test_exact_makes_one_forward_of_a_window() -> None:
