@@ -1,11 +1,11 @@
-"""Finds the data folders that come with shardkit: backends/, launch/ and recipes/."""
+"""Finds the data folders that come with shardkit: backends/, devices/, launch/ and recipes/."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["backends", "launch", "recipes"]
+Kind = Literal["backends", "devices", "launch", "recipes"]
 
 
 def folder(kind: Kind) -> Path:

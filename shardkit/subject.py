@@ -82,7 +82,8 @@ def look(loaded: Loaded, *, world_size: int, accumulation: int) -> Subject:
     bare = bare_model(loaded, world_size=world_size, accumulation=accumulation)
     model = bare.model
     blocks = recomputed_blocks(model, recipe.normalization, recipe.blocks, recipe.activation_checkpointing)
-    groups, state = _optimize(model, recipe)
+    groups, optimizer = _optimize(model, recipe)
+    state = None if optimizer is None else _tried(optimizer)
     return Subject(
         built_on=bare.built_on,
         anatomy=anatomy(model, recipe.blocks, groups, [block for block, _ in blocks]),
@@ -138,8 +139,13 @@ def _normalize(model: nn.Module, recipe: Recipe, world_size: int, accumulation: 
     return replace(applied, explanation=explanation)
 
 
-def _optimize(model: nn.Module, recipe: Recipe) -> tuple[list[list[str]], list[torch.Tensor] | None]:
-    """The names in the optimizer's groups, and the tensors it keeps; None where it cannot be tried."""
+def optimizer_groups(model: nn.Module, recipe: Recipe) -> list[list[str]]:
+    """The full names of the parameters in each of the groups of the recipe's optimizer."""
+    return _optimize(model, recipe)[0]
+
+
+def _optimize(model: nn.Module, recipe: Recipe) -> tuple[list[list[str]], torch.optim.Optimizer | None]:
+    """The names in the optimizer's groups, and the optimizer; None where it cannot be built."""
     named = trainable(model)
     names = {id(parameter): name for name, parameter in named}
     given = grouped(named, recipe.parameter_groups)
@@ -148,8 +154,7 @@ def _optimize(model: nn.Module, recipe: Recipe) -> tuple[list[list[str]], list[t
     except Exception:  # as fused ones, which want their parameters on a device
         groups = [group["params"] for group in given] if recipe.parameter_groups else [given]
         return [[names[id(p)] for p in group] for group in groups], None
-    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    return groups, _tried(optimizer)
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups], optimizer
 
 
 def _tried(optimizer: torch.optim.Optimizer) -> list[torch.Tensor] | None:

@@ -55,6 +55,8 @@ class Traits:
     # False: also runs in a process that joined no group.
     unused_parameters: Literal["kept", "refused", "refused when changed"] = "kept"
     # A parameter that a window gives no gradient: left as it is, or named in an error before the step.
+    offloads: bool = False
+    # Some of it lies in host memory between uses.
     refused_optimizers: frozenset[str] = frozenset()
     # Optimizer class names it would train wrongly.
     refusals: dict[str, str] = field(default_factory=dict)

@@ -45,7 +45,7 @@ class Fsdp2Engine(Engine):
 
     @classmethod
     def describe(cls, options: Fsdp2Options) -> Traits:
-        return replace(fsdp2_traits(), world_multiple=options.replicas)
+        return replace(fsdp2_traits(), world_multiple=options.replicas, offloads=options.cpu_offload)
 
     @classmethod
     def explain(cls, options: Fsdp2Options, situation: Situation) -> Meaning:

@@ -39,6 +39,8 @@ class Registration:
     extra: str = ""
     # What to pip install to have them.
     one_process: bool = False
+    through: str = ""
+    # The library that reaches another adapter's sharding, which needs as much memory.
 
 
 BUILT_IN = {
@@ -56,12 +58,14 @@ BUILT_IN = {
         options=DdpOptions,
         needs=("accelerate",),
         extra="accelerate",
+        through="Accelerate",
     ),
     "accelerate-fsdp2": Registration(
         target="shardkit.engines.accelerate_fsdp2:AccelerateFsdp2Engine",
         options=AccelerateFsdp2Options,
         needs=("accelerate",),
         extra="accelerate",
+        through="Accelerate",
     ),
     "accelerate-deepspeed": Registration(
         target="shardkit.engines.accelerate_deepspeed:AccelerateDeepSpeedEngine",
@@ -69,6 +73,7 @@ BUILT_IN = {
         # Accelerate 1.15 imports transformers on its DeepSpeed path.
         needs=("accelerate", "deepspeed", "transformers"),
         extra="accelerate,deepspeed,examples",
+        through="Accelerate",
     ),
 }
 

@@ -36,6 +36,7 @@ def zero_traits(options: DeepSpeedOptions) -> Traits:
         # bf16-true would need bf16 masters, which ZeRO keeps in fp32.
         precisions=frozenset({"fp32", "bf16-mixed"}),
         unused_parameters="refused when changed",
+        offloads=options.offload_optimizer or options.offload_parameters,
         # Flat partitions have no rows and columns (Adafactor, Muon) and no per-tensor norms (LAMB, LARS); DeepSpeed
         # 0.19.8 rebuilds Adagrad without its groups.
         refused_optimizers=frozenset({"Adafactor", "Adagrad", "Lamb", "LAMB", "LARS", "Muon"}),
