@@ -22,7 +22,7 @@ from shardkit.errors import DataError, WindowError
 from shardkit.losses import Loss, adapt
 from shardkit.losses.adapting import num_rows
 from shardkit.recipe.build import build
-from shardkit.recipe.schema import Normalization, Recipe
+from shardkit.recipe.schema import ActivationCheckpointing, Normalization, Recipe
 from shardkit.seeds import seed_alike
 from shardkit.window import join_batches
 from shardkit.world import World
@@ -42,6 +42,7 @@ class Subject:
     device: torch.device
     precision: Precision = "fp32"
     blocks: tuple[str, ...] = ()
+    activation_checkpointing: ActivationCheckpointing = "none"
 
     @property
     def world_size(self) -> int:
@@ -124,6 +125,7 @@ def prepare(recipe: Recipe, *, world_size: int, device: torch.device) -> Subject
             device=device,
             precision=precision,
             blocks=tuple(recipe.blocks),
+            activation_checkpointing=recipe.activation_checkpointing,
         )
 
 
@@ -140,6 +142,7 @@ def open_copy(subject: Subject, normalization: Normalization, accumulation: int)
         world=World(device=subject.device),
         precision=subject.precision,
         blocks=subject.blocks,
+        activation_checkpointing=subject.activation_checkpointing,
         normalization=normalization,
         micro_batch_size=subject.micro_batch_size,
         gradient_accumulation_steps=accumulation,

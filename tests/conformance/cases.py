@@ -133,6 +133,7 @@ class Case:
     # Evaluate between the steps.
     scale: float = 1.0
     # Of the loss: a large gradient shows clipping nobody asked for.
+    activation_checkpointing: Any = "none"
 
     def cells(self, window: int, world_size: int) -> list[list[list[int]]]:
         """[micro-step][rank] -> item numbers; uneven where it does not divide; the window's items are 0..n-1."""

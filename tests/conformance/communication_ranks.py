@@ -50,6 +50,7 @@ def open_case(backend: Any, case: Any) -> Any:
         max_grad_norm=case.max_grad_norm,
         precision=case.precision,
         blocks=["blocks.*"],
+        activation_checkpointing=case.activation_checkpointing,
         normalization=case.name if case.name in ("sync", "deferred", "exact") else "keep",
         micro_batch_size=case.micro_batch_size,
     )

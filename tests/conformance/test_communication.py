@@ -17,6 +17,7 @@ from shardkit.checkpoint.inspection import as_json
 from shardkit.checkpoint.place import one
 from shardkit.communication import Traffic, Volume, added
 from shardkit.engines import registry
+from shardkit.engines.activations import recomputed_blocks
 from shardkit.engines.anatomy import Anatomy, anatomy
 from shardkit.engines.meaning import Meaning, Situation, meaning_of
 from shardkit.engines.names import trainable
@@ -72,7 +73,13 @@ def looked_at(case: Case) -> Anatomy:
     model = build_model(case)
     names = {id(p): name for name, p in trainable(model)}
     groups = build_optimizer(case, trainable(model)).param_groups
-    return anatomy(model, ["blocks.*"], [[names[id(p)] for p in group["params"]] for group in groups])
+    again = recomputed_blocks(model, Normalization(), ["blocks.*"], case.activation_checkpointing)
+    return anatomy(
+        model,
+        ["blocks.*"],
+        [[names[id(p)] for p in group["params"]] for group in groups],
+        [block for block, _ in again],
+    )
 
 
 def meaning(backend: Backend, case: Case, world: int) -> Meaning:
@@ -119,6 +126,17 @@ def paper(launch_ranks: Callable[..., list[Any]], request: pytest.FixtureRequest
 def test_counted_is_the_theory_with_and_without_accumulation(paper: Any, name: str, size: int) -> None:
     for steps, counted in paper(name, size).items():
         check(counted, meaning(backend_named(name), case("", size, steps), size))
+
+
+@pytest.mark.parametrize(("name", "size"), [place for place in PAPER if place[1] == 2])
+def test_counted_is_the_theory_where_blocks_are_recomputed(
+    launch_ranks: Callable[..., list[Any]], name: str, size: int
+) -> None:
+    cases = [case(f"{value}, {k}", size, k, activation_checkpointing=value) for k in (1, 2) for value in ("blocks", 2)]
+    ranks = launch_ranks(size, "tests.conformance.communication_ranks:count_steps", backend_named(name), cases)
+    for each in cases:
+        assert sum(weight.recomputed for weight in looked_at(each).weights) == (12 if "blocks" in each.name else 6)
+        check([rank[each.name] for rank in ranks], meaning(backend_named(name), each, size))
 
 
 @pytest.mark.slow
