@@ -1,4 +1,4 @@
-"""The console command `shardkit`: launch, doctor, explain, compare, check, runs, convert, checkpoint and lists."""
+"""The console command `shardkit`: launch, plan, doctor, explain, compare, check, runs, and more."""
 
 from __future__ import annotations
 
@@ -31,6 +31,61 @@ def launch(context: typer.Context) -> None:
     from shardkit.launch.command import main as launch_main
 
     raise typer.Exit(launch_main(context.args))
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="path of the recipe")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="settings over it")] = None,
+    backends: Annotated[str, typer.Option(metavar="A,B,C", help="by default those that shard by themselves")] = "",
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="in devices/, or `measured`; by default what this machine has"),
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="of a rank, in place of its own")] = None,
+    world_sizes: Annotated[
+        str | None, typer.Option(metavar="1,2,4", help="numbers of processes; by default what a launch would start")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", help="over which the processes lie")] = None,
+    every: Annotated[bool, typer.Option("--all", help="show all choices")] = False,
+    json: Json = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="draw what memory is used for")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with all of it")] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="write a copy of the recipe with what is recommended")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="run some steps here, and keep what they need for later plans")
+    ] = False,
+    correction: Annotated[
+        bool, typer.Option("--correction/--no-correction", help="by what was measured before on this model")
+    ] = True,
+) -> None:
+    """Say what a recipe needs in memory on each backend, what fits, how long a step takes, and what to pick."""
+    from shardkit.planning import command
+
+    def run() -> int:
+        from shardkit.launch import preflight
+
+        asked = command.Asked(
+            recipe=recipe,
+            overrides=overrides or [],
+            backends=_split(backends),
+            device=device,
+            device_memory=device_memory,
+            world_sizes=world_sizes,
+            nodes=nodes,
+            every=every,
+            as_json=json,
+            plot=plot,
+            html=html,
+            write=write,
+            measure=measure,
+            correct=correction,
+        )
+        return command.run(asked, preflight.processes)
+
+    _end(run)
 
 
 @app.command()

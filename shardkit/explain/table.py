@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from shardkit.explain.explanation import Explanation, Fate
+from shardkit.planning.amount import size
 
 WIDTH = 120
 # Columns of a terminal that a table has to fit.
@@ -98,14 +99,6 @@ def _least(traffic: Any) -> str:
     if traffic is None:
         return "not known"
     return ", ".join(f"{kind.replace('_', '-')} {size(found['bytes'])}" for kind, found in traffic.items()) or "-"
-
-
-def size(count: int) -> str:
-    """Bytes in powers of 1024, with three digits."""
-    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while amount >= 1000 and len(units) > 1:
-        amount, units = amount / 1024, units[1:]
-    return f"{count} B" if units[0] == "B" else f"{amount:.3g} {units[0]}"
 
 
 def _rest(shown: Sequence[Explanation]) -> list[tuple[str, list[str]]]:

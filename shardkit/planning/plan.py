@@ -38,6 +38,18 @@ class Wanted:
     # Empty = those of the ladder.
     ratios: Mapping[str, float] = field(default_factory=dict)
     # Name of a choice -> measured over predicted peak, from earlier measurements of this model.
+    shared_memory: int | None = None
+    # Bytes that the ranks of a node share, where devices have no memory of their own; None = each its device's.
+
+    def over_nodes(self, world_size: int) -> int:
+        """Nodes that so many ranks lie on."""
+        return self.nodes or -(-world_size // self.device.devices_per_node)
+
+    def device_of(self, world_size: int) -> Device:
+        """What each of so many ranks has."""
+        if self.shared_memory is None:
+            return self.device
+        return self.device.with_memory(self.shared_memory // -(-world_size // self.over_nodes(world_size)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +65,8 @@ class Row:
     # Why activations, and with them the peak, are not known.
     note: str = ""
     # What else one has to know, as that the global batch has to change.
+    memory: int = 0
+    # Bytes of the device of a rank.
     footprint: Footprint | None = None
     ratio: float = 1.0
     # The predicted peak is multiplied by it.
@@ -145,7 +159,7 @@ class _Models:
 
 
 def _rows(models: _Models, wanted: Wanted, world_size: int) -> Iterator[Row]:
-    nodes = wanted.nodes or -(-world_size // wanted.device.devices_per_node)
+    nodes = wanted.over_nodes(world_size)
     for name in wanted.backends or ladder.backends():
         try:
             loaded = with_backend(models.loaded, name)
@@ -180,8 +194,10 @@ def _row(models: _Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes:
     options = make_options(backend, adapter.Options)
     traits = adapter.describe(options)
     accumulation, note = _accumulation(loaded, choice.world_size)
+    device = wanted.device_of(choice.world_size)
     row = Row(
         choice=choice,
+        memory=device.memory,
         rung=ladder.rung(traits, options, recomputes=choice.activation_checkpointing is not None),
         note=note,
         ratio=wanted.ratios.get(choice.name, 1.0),
@@ -208,7 +224,7 @@ def _row(models: _Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes:
     if unknown:
         return row
     took = duration(
-        wanted.device,
+        device,
         flops=flops * situation.accumulation,
         precision=_computed(recipe.train.precision),
         footprint=footprint,
@@ -217,13 +233,13 @@ def _row(models: _Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes:
         nodes=nodes,
         accumulation=situation.accumulation,
     )
-    needs = needed(wanted.device, footprint.peak * row.ratio)
+    needs = needed(device, footprint.peak * row.ratio)
     return replace(
         row,
         duration=took,
         needs=needs,
-        fits=needs <= wanted.device.memory,
-        largest_micro_batch_size=candidate.largest(wanted.device, row.ratio),
+        fits=needs <= device.memory,
+        largest_micro_batch_size=candidate.largest(device, row.ratio),
     )
 
 

@@ -1,0 +1,178 @@
+"""`shardkit plan`: from a command line to the plan, the files it is written to, and what is printed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from shardkit.engines import registry
+from shardkit.errors import RequestError
+from shardkit.planning.device import Device, load_device, parse_bytes
+from shardkit.recipe.backend import load_backend
+from shardkit.recipe.load import Loaded, load
+
+Found = TypeVar("Found")
+MEASURED = "measured"
+# The name of the device that `--measure` wrote.
+Processes = Callable[[Loaded, str], int]
+# What a launch of a recipe would start on this machine's devices of a kind.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command line."""
+
+    recipe: str
+    overrides: Sequence[str] = ()
+    backends: Sequence[str] = ()
+    device: str | None = None
+    # A name in devices/, a path, or `measured`; None = this machine's.
+    device_memory: str | None = None
+    world_sizes: str | None = None
+    # None = what a launch would start.
+    nodes: int | None = None
+    every: bool = False
+    # Choices in the table.
+    as_json: bool = False
+    plot: Path | None = None
+    html: Path | None = None
+    write: Path | None = None
+    measure: bool = False
+    correct: bool = True
+    # By earlier measurements.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The command line, understood."""
+
+    loaded: Loaded
+    device: Device | None
+    # None = this machine's.
+    memory: int | None
+    world_sizes: tuple[int, ...]
+    # Empty = what a launch would start.
+
+
+def run(asked: Asked, processes: Processes) -> int:
+    """Plan, print, write; the exit code.
+
+    Raises:
+        RequestError: all that is wrong with the command line or the recipe; nothing was written.
+    """
+    request = understood(asked)
+    _import_from_here()
+    from shardkit.planning.planned import planned
+
+    found = planned(asked, request, processes)
+    print(json.dumps(found.record(), indent=2) if asked.as_json else found.text())
+    return 0
+
+
+def understood(asked: Asked) -> Request:
+    """The command line's values.
+
+    Raises:
+        RequestError: all that is wrong.
+    """
+    problems: list[str] = []
+
+    def tried(make: Callable[[], Found]) -> Found | None:
+        try:
+            return make()
+        except RequestError as error:
+            problems.extend(str(error).splitlines())
+        return None
+
+    loaded = tried(lambda: load(asked.recipe, asked.overrides, options_of=registry.options_of))
+    for name in asked.backends:
+        if loaded is None or name != loaded.recipe.backend.name:
+            tried(partial(_known, name))
+    device = tried(lambda: device_named(asked.device))
+    memory = tried(lambda: _memory(asked.device_memory))
+    sizes = tried(lambda: _sizes(asked.world_sizes))
+    if asked.nodes is not None and asked.nodes < 1:
+        problems.append(f"--nodes {asked.nodes} is no number of nodes; expected 1 or more")
+    problems += _wrong_files(asked)
+    if problems or loaded is None:
+        raise RequestError("\n".join(problems))
+    return Request(loaded=loaded, device=device, memory=memory, world_sizes=sizes or ())
+
+
+def device_named(name: str | None) -> Device | None:
+    """A device of devices/, of a file, or the one that was measured on this machine; None stays None.
+
+    Raises:
+        RequestError: there is none.
+    """
+    if name is None:
+        return None
+    if name != MEASURED:
+        return load_device(name)
+    from shardkit.planning.history import device_file
+
+    path = device_file()
+    if not path.is_file():
+        raise RequestError(
+            "--device measured: no device has been measured here yet; shardkit plan RECIPE --measure does it"
+        )
+    return load_device(str(path))
+
+
+def _known(name: str) -> None:
+    try:
+        load_backend(name, options_of=registry.options_of)
+    except RequestError as error:
+        raise RequestError("\n".join(f"--backends: {line}" for line in str(error).splitlines())) from error
+
+
+def _memory(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        found = parse_bytes(text)
+    except ValueError:
+        raise RequestError(f"--device-memory {text!r} is no amount of memory; expected 80GiB or 512MiB") from None
+    if found < 1:
+        raise RequestError(f"--device-memory {text!r} holds nothing; expected more than 0")
+    return found
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise RequestError(f"--world-sizes {text!r} is no list of numbers of processes; expected 1,2,4")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _wrong_files(asked: Asked) -> list[str]:
+    problems = []
+    for option, path in (("--plot", asked.plot), ("--html", asked.html), ("--write", asked.write)):
+        if path is None:
+            continue
+        if path.is_dir():
+            problems.append(f"{option} {str(path)!r} is a folder; expected a file to write")
+        elif not next(parent for parent in path.absolute().parents if parent.exists()).is_dir():
+            problems.append(f"{option} {str(path)!r}: a file is where a folder should be")
+    if asked.write is not None and asked.write.is_file():
+        problems.append(f"--write {str(asked.write)!r} is there already, and is not written over; give a new name")
+    if asked.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        problems.append("--plot needs matplotlib, which is not installed. pip install 'shardkit[plots]'")
+    needed = ("vl_convert", "jinja2")
+    if asked.html is not None and any(importlib.util.find_spec(name) is None for name in needed):
+        problems.append(f"--html needs {' and '.join(needed)}; pip install 'shardkit[reports]'")
+    return problems
+
+
+def _import_from_here() -> None:
+    """Let targets be modules of the working directory, as in a launch."""
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.insert(0, str(Path.cwd()))

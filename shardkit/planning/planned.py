@@ -1,0 +1,109 @@
+"""A plan with all that is shown of it: why, on what, corrected by what, and what was measured beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from shardkit import shipped
+from shardkit.errors import RecipeError
+from shardkit.planning import history
+from shardkit.planning.device import Device, load_device
+from shardkit.planning.machine import Machine, machine, resident_bytes
+from shardkit.planning.measurement import Measurement
+from shardkit.planning.plan import Plan, Wanted, plan
+from shardkit.planning.reason import Reason, reason
+from shardkit.planning.record import record
+from shardkit.planning.table import table
+from shardkit.recipe.build import check_targets
+from shardkit.recipe.load import Loaded
+from shardkit.world import resolve_device
+
+if TYPE_CHECKING:
+    from shardkit.planning.command import Asked, Processes, Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What `shardkit plan` shows."""
+
+    plan: Plan
+    reason: Reason
+    wanted: Wanted
+    machine: str
+    # Where the device's numbers are from; empty = a file that says it.
+    correction: str
+    base: int
+    # Resident bytes of this process before the plan.
+    every: bool = False
+    # Show all choices.
+    measured: Mapping[tuple[str, int], Measurement] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """For a terminal."""
+        return table(self.plan, self.reason, every=self.every, machine=self.machine, correction=self.correction)
+
+    def record(self) -> dict[str, Any]:
+        """For `--json`."""
+        more = {"correction": self.correction or None}
+        return record(self.plan, self.reason, base=self.base, measured=self.measured, **more)
+
+
+def planned(asked: Asked, request: Request, processes: Processes) -> Planned:
+    """Plan what was asked.
+
+    Raises:
+        RequestError: the recipe cannot be built.
+    """
+    loaded = request.loaded
+    problems = check_targets(loaded)
+    if problems:
+        raise RecipeError(problems)
+    base = resident_bytes()
+    kind = request.device.kind if request.device else resolve_device(loaded.recipe.launch.device, 0).type
+    here = machine(kind) if request.device is None else None
+    device = here.device if here else request.device
+    assert device is not None
+    sizes = request.world_sizes or (_started(loaded, device, here, processes) * (asked.nodes or 1),)
+    if here is not None and here.shared_memory is not None:
+        # All ranks are on this machine, however many.
+        device = replace(device, devices_per_node=max(sizes))
+    shared = here.shared_memory if here else None
+    if request.memory is not None:
+        device, shared = device.with_memory(request.memory), None
+    kept = history.recall(loaded, kind) if asked.correct else history.Kept(ratios={})
+    wanted = Wanted(
+        device=device,
+        world_sizes=sizes,
+        nodes=asked.nodes,
+        backends=tuple(dict.fromkeys(asked.backends)),
+        ratios=kept.ratios,
+        shared_memory=shared,
+    )
+    found = plan(loaded, wanted)
+    corrected = any(row.ratio != 1.0 for row in found.rows)
+    return Planned(
+        plan=found,
+        reason=reason(found, _others(kind)),
+        wanted=wanted,
+        machine=here.says if here else "",
+        correction=kept.says if corrected else "",
+        base=base,
+        every=asked.every,
+    )
+
+
+def _started(loaded: Loaded, device: Device, here: Machine | None, processes: Processes) -> int:
+    """Processes of a node: those of a launch here, or one a device of a machine that has such ones."""
+    asked = loaded.recipe.launch.nproc_per_node
+    if here is not None or isinstance(asked, int) or device.kind == "cpu":
+        return processes(loaded, device.kind)
+    # On another machine's devices; a backend of one process starts one.
+    return 1 if processes(loaded, "cpu") == 1 else device.devices_per_node
+
+
+def _others(kind: str) -> list[Device]:
+    """The devices of a kind that come with shardkit."""
+    devices = [load_device(name) for name in shipped.files("devices")]
+    return [device for device in devices if device.kind == kind == "cuda"]
