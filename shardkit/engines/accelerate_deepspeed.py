@@ -32,6 +32,7 @@ from shardkit.engines.zero import (
     OutputWatch,
     close_zero,
     prepare_deepspeed,
+    settled,
     zero_config,
     zero_meaning,
     zero_step,
@@ -59,6 +60,7 @@ class AccelerateDeepSpeedEngine(Engine):
         self.world = settings.world
         self.settings = settings
         check_parameters(model, [torch.float32])
+        options = settled(options, model, settings)
         prepare_deepspeed()
         model = model.to(self.world.device)
         named = trainable(model)

@@ -45,6 +45,18 @@ class Weight:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A module that is called, and not a container of others alone."""
+
+    path: str
+    # "" is the model.
+    weights: tuple[str, ...]
+    # Full names of its own parameters, not those of modules inside it; a tied one in each place.
+    recomputed: bool = False
+    # It is a block that is recomputed in the backward.
+
+
+@dataclass(frozen=True, kw_only=True)
 class Anatomy:
     """A model as a backend gets it, after the normalization policy."""
 
@@ -54,6 +66,8 @@ class Anatomy:
     # Full names of the parameters of each sharding unit that is no rest.
     groups: tuple[tuple[str, ...], ...]
     # Full names in each of the optimizer's param_groups.
+    layers: tuple[Layer, ...] = ()
+    # From the outside in and in the order of the model, the model first.
 
     @property
     def trainable(self) -> tuple[Weight, ...]:
@@ -90,7 +104,8 @@ def anatomy(
         if isinstance(m, _BatchNorm) and not isinstance(m, BatchNorm)
         for p in m.parameters(recurse=False)
     }
-    again = {id(p) for block in recomputed for p in block.parameters()}
+    blocks_again = list(recomputed)
+    again = {id(p) for block in blocks_again for p in block.parameters()}
     weights = tuple(
         Weight(
             name=full_name(name),
@@ -106,4 +121,13 @@ def anatomy(
     units = tuple(tuple(names[id(p)] for p in unit.parameters()) for _, unit in find_units(model, blocks))
     if groups is None:
         groups = [[weight.name for weight in weights if weight.trainable]]
-    return Anatomy(weights=weights, units=units, groups=tuple(map(tuple, groups)))
+    layers = tuple(
+        Layer(
+            path=full_name(path),
+            weights=tuple(names[id(p)] for p in module.parameters(recurse=False)),
+            recomputed=any(module is block for block in blocks_again),
+        )
+        for path, module in model.named_modules()
+        if type(module).forward is not nn.Module.forward
+    )
+    return Anatomy(weights=weights, units=units, groups=tuple(map(tuple, groups)), layers=layers)

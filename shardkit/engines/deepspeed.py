@@ -30,6 +30,7 @@ from shardkit.engines.zero import (
     OutputWatch,
     close_zero,
     prepare_deepspeed,
+    settled,
     zero_config,
     zero_meaning,
     zero_step,
@@ -56,8 +57,8 @@ class DeepSpeedEngine(Engine):
         self.traits = self.describe(options)
         self.world = settings.world
         self.settings = settings
-        self.options = options
         check_parameters(model, [torch.float32])
+        options = settled(options, model, settings)
         deepspeed = prepare_deepspeed()
         model = model.to(settings.world.device)
         named = trainable(model)

@@ -64,21 +64,24 @@ class DeepSpeedOptions:
     # Parameters live in host memory between uses (stage 3).
     overlap_comm: bool = False
     # Reduce gradients while the backward goes on.
-    reduce_bucket_size: int = 500_000_000
-    # Elements reduced at a time.
+    reduce_bucket_size: int | None = None
+    # Elements reduced at a time, the size of a buffer; null = chosen from the model (see `shardkit explain`).
     round_robin_gradients: bool = False
     # Spread the copy of gradients to the host over ranks (stages 1 and 2).
     stage3_param_persistence_threshold: int = 100_000
     # Parameters with fewer elements stay whole on every rank (stage 3).
-    stage3_prefetch_bucket_size: int = 50_000_000
-    # Elements gathered ahead of their use (stage 3).
-    stage3_max_live_parameters: int = 1_000_000_000
-    # Elements that may be gathered at a time (stage 3).
+    stage3_prefetch_bucket_size: int | None = None
+    # Elements gathered ahead of their use (stage 3); null = chosen from the model.
+    stage3_max_live_parameters: int | None = None
+    # While so many elements are gathered, nothing is gathered ahead (stage 3); null = chosen from the model.
+    stage3_max_reuse_distance: int | None = None
+    # A parameter used again within so many elements stays gathered (stage 3); null = chosen from the model, 0 where no
+    # block is recomputed: freed after the forward.
 
     def check(self) -> Iterator[tuple[str, str]]:
         if self.offload_parameters and self.stage != 3:
             yield "offload_parameters", f"stage {self.stage} keeps parameters whole; they can be offloaded in stage 3"
-        if self.reduce_bucket_size < 1:
+        if self.reduce_bucket_size is not None and self.reduce_bucket_size < 1:
             yield "reduce_bucket_size", f"{self.reduce_bucket_size} elements reduce nothing; expected 1 or more"
         for field in fields(self):
             value = getattr(self, field.name)
@@ -86,7 +89,7 @@ class DeepSpeedOptions:
                 continue
             if self.stage != 3 and value != field.default:
                 yield field.name, f"has a meaning in stage 3 alone, and this is stage {self.stage}; leave it out"
-            if value < 0:
+            if value is not None and value < 0:
                 yield field.name, f"{value} is not a number of elements; expected 0 or more"
         if self.round_robin_gradients and self.stage == 3:
             yield "round_robin_gradients", "has a meaning in stages 1 and 2 alone, and this is stage 3; leave it out"

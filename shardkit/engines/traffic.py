@@ -14,13 +14,12 @@ import torch
 
 from shardkit.communication import Traffic, Volume
 from shardkit.engines.anatomy import Weight
+from shardkit.engines.coordinator import gathered_elements
 from shardkit.engines.meaning import Situation
 from shardkit.engines.options import AccelerateFsdp2Options, DdpOptions, DeepSpeedOptions, Fsdp2Options
 
 ALIGNMENT = 2
 # ZeRO 1 and 2 pad a flat group to a multiple of this and the number of ranks (DeepSpeed 0.19.8).
-REUSE_DISTANCE = 1_000_000_000
-# ZeRO 3 keeps a parameter that is used again within so many elements (DeepSpeed's stage3_max_reuse_distance).
 
 
 def replicas_traffic(situation: Situation, options: DdpOptions) -> Traffic:
@@ -72,12 +71,15 @@ def zero_traffic(situation: Situation, options: DeepSpeedOptions) -> Traffic:
     """What DeepSpeed 0.19.8 does under shardkit's configuration, in fp32 under every precision.
 
     Stages 1 and 2: all-reduce of the gradients, psi once a window (1) or each micro-step (2), and all-gather of the
-    updated parameters, psi a window, padded a group of the optimizer. Stage 3: all-gather of the parameters and
-    reduce-scatter of the gradients, psi each a micro-step, each parameter padded to a multiple of the ranks; what is
-    small enough to stay whole is gathered once a window instead, and what is used again only after 10^9 elements twice
-    a micro-step. Not counted: frozen parameters of a block that is recomputed, some of which are gathered once more,
-    as they are released after the first backward in it. The norm of the gradient is an all-reduce of one number a group
-    of the optimizer.
+    updated parameters, psi a window, padded a group of the optimizer. Stage 3: all-gather of the parameters, 2 psi a
+    micro-step but for what stays gathered from its forward to its backward (`shardkit.engines.coordinator`), and
+    reduce-scatter of the gradients, psi a micro-step, each parameter padded to a multiple of the ranks; what is small
+    enough to stay whole is gathered once a window instead. The norm of the gradient is an all-reduce of one number a
+    group of the optimizer.
+
+    Args:
+        situation: with the model's layers.
+        options: resolved.
     """
     if situation.world_size == 1:
         return {}
@@ -143,22 +145,15 @@ def _flat_groups(situation: Situation) -> Iterable[int]:
 
 def _partitioned(situation: Situation, options: DeepSpeedOptions) -> Traffic:
     ranks, steps = situation.world_size, situation.accumulation
-    gathered, between = 0, 0
-    # Elements used between a weight's forward and its next use: by what comes after it, forward, backward, and again
-    # where it is recomputed. The backward of a block finds there what its recomputation used, but for frozen weights.
-    for weight in reversed(situation.anatomy.weights):
-        size = -(-weight.numel // ranks) * ranks * 4
-        if weight.numel <= options.stage3_param_persistence_threshold:
-            # After the step; frozen ones with them.
-            gathered += size
-        else:
-            gathered += size * steps * (2 if between >= REUSE_DISTANCE else 1)
-        between += weight.numel * (3 if weight.recomputed else 2)
-    gradients = sum(-(-weight.numel // ranks) * ranks for weight in situation.anatomy.trainable) * 4
+    padded = {weight.name: -(-weight.numel // ranks) * ranks for weight in situation.anatomy.weights}
+    least = options.stage3_param_persistence_threshold
+    # After the step; frozen ones with them.
+    stay = sum(padded[weight.name] for weight in situation.anatomy.weights if weight.numel <= least)
+    gathered = stay + steps * gathered_elements(situation.anatomy, options, steps, ranks)
     groups = len(situation.anatomy.groups)
     return {
-        "all_gather": Volume(None, gathered),
-        "reduce_scatter": Volume(None, gradients * steps),
+        "all_gather": Volume(None, gathered * 4),
+        "reduce_scatter": Volume(None, sum(padded[weight.name] for weight in situation.anatomy.trainable) * 4 * steps),
         # In fp64, but for the norm of offloaded gradients.
         "all_reduce": Volume(groups, groups * (4 if options.offload_optimizer else 8)),
     }

@@ -13,11 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from shardkit.engines.anatomy import anatomy
 from shardkit.engines.api import EngineSettings, StepReport, Traits
+from shardkit.engines.knobs import resolved
 from shardkit.engines.meaning import NONE, Meaning, Situation, clipping, short
 from shardkit.engines.options import DeepSpeedOptions
 from shardkit.engines.traffic import zero_least, zero_traffic
 from shardkit.errors import EngineError
+from shardkit.normalization.recomputed import is_recomputed
 
 SHARDED = {
     1: frozenset({"optimizer"}),
@@ -43,8 +46,9 @@ def zero_traits(options: DeepSpeedOptions) -> Traits:
     )
 
 
-def zero_meaning(situation: Situation, options: DeepSpeedOptions) -> Meaning:
+def zero_meaning(situation: Situation, given: DeepSpeedOptions) -> Meaning:
     """What holds for ZeRO however it was reached; DeepSpeed keeps, gathers and reduces fp32 under every precision."""
+    options = resolved(given, situation.anatomy)
     several = situation.world_size > 1
     place = "in host memory" if options.offload_optimizer else "beside the parameters"
     return Meaning(
@@ -64,7 +68,7 @@ def zero_meaning(situation: Situation, options: DeepSpeedOptions) -> Meaning:
             "batch.micro_batch_size": f"train_micro_batch_size_per_gpu={situation.micro_batch_size}, told and not used",
             "train.max_grad_norm": f"gradient_clipping={situation.max_grad_norm or 0.0}",
             "train.precision": "torch_autocast, bfloat16" if situation.precision == "bf16-mixed" else "no autocast",
-            **{f"backend.options.{key}": into for key, into in _options(options).items()},
+            **{f"backend.options.{key}": into for key, into in _options(options, given).items()},
         },
     )
 
@@ -77,7 +81,7 @@ def _notes(situation: Situation, options: DeepSpeedOptions) -> tuple[str, ...]:
         # It lets go of them after the first backward of a block in which they were recomputed.
         frozen = ("frozen parameters of a block that is recomputed are gathered once more in its backward",)
         return (
-            "parameters used again within 10^9 elements stay gathered until the backward: psi a micro-step and not 2",
+            _freed(options),
             f"those of at most {least} elements stay whole, gathered once a step",
             "each parameter is padded to a multiple of the ranks",
             *(frozen if again else ()),
@@ -88,14 +92,26 @@ def _notes(situation: Situation, options: DeepSpeedOptions) -> tuple[str, ...]:
     return (*found, "each flat group of the optimizer is padded")
 
 
-def _options(options: DeepSpeedOptions) -> dict[str, str]:
+def _freed(options: DeepSpeedOptions) -> str:
+    distance = options.stage3_max_reuse_distance
+    if not distance:
+        return "parameters are freed after their use in the forward, and gathered again for the backward"
+    return f"parameters used again within {distance} elements stay gathered until then, others are gathered again"
+
+
+def _options(options: DeepSpeedOptions, given: DeepSpeedOptions) -> dict[str, str]:
     """Option -> what it becomes in DeepSpeed's configuration."""
     offloaded = {
         "offload_optimizer": "offload_optimizer.device=" + ("cpu" if options.offload_optimizer else "none"),
         "offload_parameters": "offload_param.device=" + ("cpu" if options.offload_parameters else "none"),
     }
     same = {f.name: f"{f.name}={getattr(options, f.name)}" for f in fields(options) if f.name not in offloaded}
-    return {key: f"zero_optimization.{into}" for key, into in {**same, **offloaded}.items()}
+    into = {key: f"zero_optimization.{into}" for key, into in {**same, **offloaded}.items()}
+    for name in (f.name for f in fields(options)):
+        if getattr(given, name) is None:
+            used = getattr(options, name) is not None
+            into[name] = f"{into[name]}, chosen from the model" if used else "not used in this stage"
+    return into
 
 
 def prepare_deepspeed() -> Any:
@@ -117,17 +133,21 @@ def prepare_deepspeed() -> Any:
     return deepspeed
 
 
+def settled(options: DeepSpeedOptions, model: nn.Module, settings: EngineSettings) -> DeepSpeedOptions:
+    """The options with the sizes of buffers that are chosen from this bare model."""
+    return resolved(options, anatomy(model, settings.blocks, recomputed=filter(is_recomputed, model.modules())))
+
+
 def zero_config(settings: EngineSettings, options: DeepSpeedOptions) -> dict[str, Any]:
-    """DeepSpeed's configuration, with each default that would change numbers written out."""
+    """DeepSpeed's configuration, with each default that would change numbers written out; `options` are resolved."""
     zero: dict[str, Any] = {
         "stage": options.stage,
         "overlap_comm": options.overlap_comm,
         "reduce_bucket_size": options.reduce_bucket_size,
         "round_robin_gradients": options.round_robin_gradients,
-        "stage3_param_persistence_threshold": options.stage3_param_persistence_threshold,
-        "stage3_prefetch_bucket_size": options.stage3_prefetch_bucket_size,
-        "stage3_max_live_parameters": options.stage3_max_live_parameters,
     }
+    if options.stage == 3:
+        zero |= {field.name: getattr(options, field.name) for field in fields(options) if field.name[:7] == "stage3_"}
     if options.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     if options.offload_parameters:

@@ -95,6 +95,11 @@ def replace_forward(block: nn.Module, run: Callable[..., Any], *, name: str, key
     block.forward = MethodType(run, block)
 
 
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether it is a block with a forward that is recomputed in the backward."""
+    return isinstance(getattr(vars(module).get("forward"), "__func__", None), Recomputed)
+
+
 @contextmanager
 def named_errors() -> Iterator[None]:
     """Around a backward: a recomputation that is not its first pass is an error that names the block and its key.

@@ -34,7 +34,8 @@ from tests.conformance.conftest import backend_named
 OWN: Traffic = {"all_reduce": Volume(2, 40)}
 # shardkit's in any step that writes a line: four fp64 numbers before the window (how many items, how many
 # micro-batches), one after it (the loss).
-PAPER = [("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("ddp", 4), ("fsdp2", 4), ("zero2", 4)]
+PAPER = [("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2)]
+PAPER += [("ddp", 4), ("fsdp2", 4), ("zero2", 4), ("zero3", 4)]
 OTHERS: list[tuple[str, int, dict[str, Any]]] = [
     ("ddp", 2, {"find_unused_parameters": True}),
     ("fsdp2", 2, {"reshard_after_forward": False}),
@@ -42,6 +43,9 @@ OTHERS: list[tuple[str, int, dict[str, Any]]] = [
     ("zero1", 2, {"round_robin_gradients": True}),
     ("zero2", 2, {"offload_optimizer": True}),
     ("zero3", 2, {"stage3_param_persistence_threshold": 20}),
+    ("zero3", 2, {"stage3_max_reuse_distance": 10**9}),
+    ("zero3", 2, {"stage3_max_reuse_distance": 100, "stage3_prefetch_bucket_size": 200}),
+    ("zero3", 2, {"stage3_prefetch_bucket_size": 0}),
     ("zero3-offload", 2, {}),
     ("accelerate-ddp", 2, {}),
     ("accelerate-fsdp2", 2, {}),
@@ -58,7 +62,12 @@ def case(name: str, world: int, micro_steps: int, **more: Any) -> Case:
 
 
 def variants(world: int) -> list[Case]:
+    again = [
+        case(f"{model} again", world, 2, model=model, activation_checkpointing="blocks")
+        for model in ("plain", "frozen", "tied")
+    ]
     return [
+        *again,
         case("plain", world, 2),
         case("groups", world, 2, groups=True),
         case("frozen", world, 2, model="frozen"),

@@ -21,6 +21,7 @@ VARIANTS = [
     ("deepspeed", {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 100}),
     ("deepspeed", {"stage": 2, "round_robin_gradients": True}),
     ("deepspeed", {"stage": 3, "stage3_prefetch_bucket_size": 10, "stage3_max_live_parameters": 10}),
+    ("deepspeed", {"stage": 3, "stage3_max_reuse_distance": 1000000000}),
     ("deepspeed", {"stage": 3}),
 ]
 CHOSEN = [case for case in CASES if case.name in ("ragged", "frozen", "groups", "evaluate", "skip", "clip")]
