@@ -68,8 +68,8 @@ def fully_shard_footprint(
 ) -> Footprint:
     """Rows of each parameter over `shards` ranks, padded to the same number; units gathered around their use.
 
-    What torch 2.13 holds beside them: a unit's flat gathered buffer until the next forward gather has been copied out
-    (in the backward only until its own has), the coming unit's flat buffer in the backward (prefetched), the whole
+    What torch 2.13 holds beside them: a unit's flat gathered buffer until the next has been copied out or the forward
+    ends (in the backward only until its own has been), the coming unit's in the backward (prefetched), the whole
     gradients of a unit until they are reduced, and the flat input of the last reduction until the next. Gradients of
     micro-steps before the last stay whole. The root stays gathered between forward and backward.
     """
@@ -184,14 +184,16 @@ class _Gathers:
         if unit in self._whole:
             return
         self._flat(unit)
-        # The one before is let go once this one is there.
-        self._replay.drop("communication", "kept")
         self._gather(unit)
-        self._replay.hold("communication", "kept", self._replay.held("communication", f"flat {unit}"))
+        flat = self._replay.held("communication", f"flat {unit}")
         self._replay.drop("communication", f"flat {unit}")
+        # The one before has been let go once this one was there.
+        self._replay.hold("communication", "kept", flat)
 
     def forward_end(self, unit: int) -> None:
-        if self._reshard and unit != self._units.root:
+        if unit == self._units.root:
+            self._replay.drop("communication", "kept")
+        elif self._reshard:
             self._free(unit)
         self._order.append(unit)
 

@@ -7,6 +7,7 @@ operators make (`shardkit.memory.Lifetimes`), as when a run is measured on a CPU
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -107,6 +108,7 @@ class _Recorder:
         self.events: list[Event] = []
         self._alive = alive
         self._handles: list[Any] = []
+        self._crossings: dict[int, _Crossing] = {}
 
     def watch(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
@@ -142,40 +144,54 @@ class _Recorder:
         def before(_module: nn.Module, arguments: Any, named: Any) -> None:
             self.note("forward", name)
             needed = [tensor for tensor in _tensors((arguments, named)) if tensor.requires_grad]
-            if needed:
-                self._when_all(needed, "backward_end", name)
+            missing = [len(needed)]
+
+            def complete() -> None:
+                missing[0] -= 1
+                if not missing[0]:
+                    self.note("backward_end", name)
+
+            for tensor in needed:
+                self._crossing(tensor).inputs.append(complete)
 
         def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
             self.note("forward_end", name)
-            made = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-            if made:
-                self._when_any(made, "backward", name)
+            noted: list[bool] = []
+
+            def first() -> None:
+                if not noted:
+                    noted.append(True)
+                    self.note("backward", name)
+
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    self._crossing(tensor).outputs.append(first)
 
         return before, after
 
-    def _when_any(self, tensors: list[torch.Tensor], what: What, name: str) -> None:
-        """Note it when the first gradient of these is there."""
-        noted: list[bool] = []
+    def _crossing(self, tensor: torch.Tensor) -> _Crossing:
+        key = id(tensor)
+        if key not in self._crossings:
+            self._crossings[key] = crossing = _Crossing()
+            tensor.register_hook(crossing)
+            # Its id is another's afterwards.
+            weakref.finalize(tensor, self._crossings.pop, key, None)
+        return self._crossings[key]
 
-        def hook(_gradient: torch.Tensor) -> None:
-            if not noted:
-                noted.append(True)
-                self.note(what, name)
 
-        for tensor in tensors:
-            tensor.register_hook(hook)
+class _Crossing:
+    """A tensor between modules. When its gradient is there, the backward leaves those it goes into, and enters others.
 
-    def _when_all(self, tensors: list[torch.Tensor], what: What, name: str) -> None:
-        """Note it when the last gradient of these is there."""
-        missing = [len(tensors)]
+    Modules that have it in common are nested: the innermost is left first, and the outermost entered first.
+    """
 
-        def hook(_gradient: torch.Tensor) -> None:
-            missing[0] -= 1
-            if not missing[0]:
-                self.note(what, name)
+    def __init__(self) -> None:
+        self.inputs: list[Callable[[], None]] = []
+        self.outputs: list[Callable[[], None]] = []
 
-        for tensor in tensors:
-            tensor.register_hook(hook)
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        for noted in (*reversed(self.inputs), *reversed(self.outputs)):
+            noted()
 
 
 def _faker(mode: FakeTensorMode) -> Callable[[Any], Any]:
