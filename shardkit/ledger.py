@@ -1,9 +1,10 @@
 """memory.json of a run: what each rank's memory was used for, counted while it trained.
 
 {"method", "ranks": [{"rank", "parameters_bytes", "masters_bytes", "gradients_bytes", "optimizer_bytes",
-"buffers_bytes", "activations_bytes", "peak_bytes", "loading_bytes", "host_bytes"}]}. States are those at the last
-optimizer's step, gradients complete; the peak is that of all steps after the first, which makes the optimizer's state.
-Loading goes from the bare model on the device to the first step. Activations are what of the peak is no state.
+"buffers_bytes", "activations_bytes", "peak_bytes", "loading_bytes", "host_bytes"}], "device"}. States are those at the
+last optimizer's step, gradients complete; the peak is that of all steps after the first, which makes the optimizer's
+state. Loading goes from the bare model on the device to the first step. Activations are what of the peak is no state.
+Device is how fast the ranks' devices are, measured at the end (`shardkit.speed`).
 On a CPU every tensor is counted from its making to its end (`shardkit.memory.Lifetimes`), which slows a run down and
 changes no number of it; on CUDA the numbers are the allocator's.
 """
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit import metrics
+from shardkit import metrics, speed
 from shardkit.engines.footprint import STATES
 from shardkit.engines.held import bytes_of
 from shardkit.memory import Lifetimes
@@ -71,7 +72,8 @@ class Ledger:
             self._alive = None
 
     def write(self, path: Path) -> None:
-        """Gather what all ranks have counted, and write it on rank 0."""
+        """Gather what all ranks have counted and how fast they are, and write it on rank 0; counts no longer."""
+        self.close()
         states = {f"{part}_bytes": 0 for part in STATES} | self._states
         own = {
             "rank": self._world.rank,
@@ -82,8 +84,10 @@ class Ledger:
             "host_bytes": metrics.memory_bytes("cpu"),
         }
         ranks = self._world.gather(own)
+        device = speed.measured(self._world)
         if self._world.rank == 0:
-            facts = {"method": METHODS[self._world.device.type], "steps": self._steps, "ranks": ranks}
+            method = METHODS[self._world.device.type]
+            facts = {"method": method, "steps": self._steps, "ranks": ranks, "device": device}
             path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     def _taken(self) -> int:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,10 +11,9 @@ from typing import Any, Protocol
 
 from shardkit.compare.arms import ArmRequest
 from shardkit.errors import RequestError
+from shardkit.jobs import launched, metrics_lines, status
 
 PLAN = "comparison.json"
-POLL = 0.3
-# Seconds between looks at how far a job has come.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +31,12 @@ class Job:
     @property
     def status(self) -> str:
         """completed, stopped, failed, or "" when it has not ended."""
-        lines = _lines(self.folder / "metrics.jsonl")
-        last = lines[-1] if lines else {}
-        if last.get("kind") != "end":
-            return ""
-        whole = last.get("status") == "completed" or (last.get("status") == "stopped" and last.get("resumable") is True)
-        return "completed" if whole else str(last.get("status"))
+        return status(self.folder)
 
     @property
     def step(self) -> int:
         """The last step its metrics tell of."""
-        return max((line["step"] for line in _lines(self.folder / "metrics.jsonl") if "step" in line), default=0)
+        return max((line["step"] for line in metrics_lines(self.folder) if "step" in line), default=0)
 
 
 class Watcher(Protocol):
@@ -94,55 +85,13 @@ def run(jobs: list[Job], watcher: Watcher) -> dict[tuple[str, int], str]:
             continue
         watcher.begins(job, number, len(jobs))
         begun = time.monotonic()
-        error = _launch(job, watcher)
+        error = launched(
+            job.arm.recipe,
+            [*job.arm.overrides, *job.settings],
+            job.folder,
+            look=lambda job=job: watcher.reached(job, job.step),
+        )
         watcher.ended(job, time.monotonic() - begun, error)
         if error:
             failures[job.arm.name, job.repeat] = error
     return failures
-
-
-def _launch(job: Job, watcher: Watcher) -> str:
-    """Run a job to its end; why it failed, or nothing."""
-    words = [*job.arm.overrides, *job.settings, f"run_dir={job.folder}"]
-    job.folder.parent.mkdir(parents=True, exist_ok=True)
-    output = job.folder.parent / f"{job.folder.name}.log"
-    with output.open("w", encoding="utf-8") as log:
-        started = subprocess.Popen(
-            [sys.executable, "-m", "shardkit.launch", job.arm.recipe, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            while True:
-                try:
-                    code = started.wait(POLL)
-                    break
-                except subprocess.TimeoutExpired:
-                    watcher.reached(job, job.step)
-        except BaseException:
-            # It ends its ranks by itself; a terminal's Ctrl-C has reached it already, and a second does no harm.
-            started.send_signal(signal.SIGINT)
-            started.wait()
-            raise
-    watcher.reached(job, job.step)
-    if code in (0, 75) and job.status == "completed":
-        return ""
-    lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    said = next((line for line in reversed(lines) if line.startswith("shardkit:") and "logs of" not in line), "")
-    ended = _lines(job.folder / "metrics.jsonl")[-1:]
-    return (ended[0].get("error") if ended else None) or said or (lines[-1] if lines else f"exit code {code}")
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    for line in text.splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue  # being written
-    return found

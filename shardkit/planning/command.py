@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -68,9 +68,11 @@ def run(asked: Asked, processes: Processes) -> int:
     """
     request = understood(asked)
     _import_from_here()
-    from shardkit.planning.planned import planned
+    from shardkit.planning.planned import measured, planned
 
     found = planned(asked, request, processes)
+    if asked.measure:
+        found = measured(found, asked)
     print(json.dumps(found.record(), indent=2) if asked.as_json else found.text())
     return 0
 
@@ -122,7 +124,7 @@ def device_named(name: str | None) -> Device | None:
         raise RequestError(
             "--device measured: no device has been measured here yet; shardkit plan RECIPE --measure does it"
         )
-    return load_device(str(path))
+    return replace(load_device(str(path)), measured=True)
 
 
 def _known(name: str) -> None:

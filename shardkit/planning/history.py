@@ -48,7 +48,7 @@ class Kept:
         """The sentence for the reader of a plan."""
         if not self.ratios:
             return ""
-        said = [f"{name} x {ratio:.3g}" for name, ratio in self.ratios.items()]
+        said = [f"{name.replace(', ', ' with ', 1)} x {ratio:.3f}" for name, ratio in self.ratios.items()]
         when = " to ".join(dict.fromkeys((min(self.dates), max(self.dates)))) if self.dates else "an unknown date"
         return (
             f"Peaks are corrected by what was measured on this model on {when}: {listed(said)}; "

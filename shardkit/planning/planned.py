@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shardkit import shipped
-from shardkit.errors import RecipeError
+from shardkit.errors import RecipeError, RequestError
 from shardkit.planning import history
 from shardkit.planning.device import Device, load_device
+from shardkit.planning.errors_table import errors_table
 from shardkit.planning.machine import Machine, machine, resident_bytes
+from shardkit.planning.measure import measurable, measure, measured_device
 from shardkit.planning.measurement import Measurement
-from shardkit.planning.plan import Plan, Wanted, plan
+from shardkit.planning.plan import Plan, Row, Wanted, plan
 from shardkit.planning.reason import Reason, reason
-from shardkit.planning.record import record
-from shardkit.planning.table import table
+from shardkit.planning.record import key_of, record
+from shardkit.planning.table import shown, table
 from shardkit.recipe.build import check_targets
 from shardkit.recipe.load import Loaded
 from shardkit.world import resolve_device
@@ -42,7 +45,8 @@ class Planned:
 
     def text(self) -> str:
         """For a terminal."""
-        return table(self.plan, self.reason, every=self.every, machine=self.machine, correction=self.correction)
+        text = table(self.plan, self.reason, every=self.every, machine=self.machine, correction=self.correction)
+        return "\n".join([text, *(["", errors_table(list(self.measured.values()))] if self.measured else [])])
 
     def record(self) -> dict[str, Any]:
         """For `--json`."""
@@ -62,8 +66,8 @@ def planned(asked: Asked, request: Request, processes: Processes) -> Planned:
         raise RecipeError(problems)
     base = resident_bytes()
     kind = request.device.kind if request.device else resolve_device(loaded.recipe.launch.device, 0).type
-    here = machine(kind) if request.device is None else None
-    device = here.device if here else request.device
+    here = machine(kind) if request.device is None or request.device.measured else None
+    device = request.device or (here and here.device)
     assert device is not None
     sizes = request.world_sizes or (_started(loaded, device, here, processes) * (asked.nodes or 1),)
     if here is not None and here.shared_memory is not None:
@@ -87,11 +91,43 @@ def planned(asked: Asked, request: Request, processes: Processes) -> Planned:
         plan=found,
         reason=reason(found, _others(kind)),
         wanted=wanted,
-        machine=here.says if here else "",
+        machine=_says(here, request),
         correction=kept.says if corrected else "",
         base=base,
         every=asked.every,
     )
+
+
+def measured(found: Planned, asked: Asked) -> Planned:
+    """The same, with what runs on this machine needed; ratios and the device are kept for later plans.
+
+    Raises:
+        RequestError: the plan is for other devices than this machine has.
+    """
+    kind = resolve_device(found.plan.loaded.recipe.launch.device, 0).type
+    if found.plan.device.kind != kind:
+        raise RequestError(f"--measure runs on this machine, which has {kind} devices; leave --device out")
+    wanted = [row for row in shown(found.plan, every=asked.every) if asked.every or _bare(found.plan, row)]
+    rows, left_out = measurable(found.plan, wanted)
+    for line in left_out:
+        print(f"shardkit: {line}", file=sys.stderr)
+    results = list(measure(found.plan, rows, asked.recipe, asked.overrides))
+    kept = history.keep(found.plan.loaded, kind, results)
+    device = measured_device(found.plan, results)
+    written = [kept] if device is None else [kept, history.keep_device(device)]
+    print(f"shardkit: kept for later plans in {', '.join(map(str, written))}", file=sys.stderr)
+    return replace(found, measured={key_of(each.row): each for each in results})
+
+
+def _says(here: Machine | None, request: Request) -> str:
+    if here is None or request.memory is not None:
+        return ""
+    return f"{here.says.partition(';')[0]}; speeds as measured here" if request.device else here.says
+
+
+def _bare(plan: Plan, row: Row) -> bool:
+    """Without recomputed blocks, or what is recommended."""
+    return row.choice.activation_checkpointing is None or row is plan.recommended
 
 
 def _started(loaded: Loaded, device: Device, here: Machine | None, processes: Processes) -> int:

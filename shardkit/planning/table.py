@@ -92,20 +92,20 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     unit, _ = unit_of(rows)
 
     def part(key: str) -> Callable[[Row], str]:
-        return lambda row: _amount(getattr(row.footprint, key), unit)
+        return lambda row: amount(getattr(row.footprint, key), unit)
 
     def at_peak(key: Part) -> Callable[[Row], str]:
         return lambda row: (
-            _amount(row.footprint.at_peak.get(key, 0), unit) if row.footprint and row.peak is not None else ABSENT
+            amount(row.footprint.at_peak.get(key, 0), unit) if row.footprint and row.peak is not None else ABSENT
         )
 
     found = [
         *[Column(head=h, group="exact", cell=part(key)) for key, h in HEADS.items()],
         Column(head="activations", group="estimate", cell=at_peak("activations")),
         Column(head="comm.", group="estimate", cell=at_peak("communication")),
-        Column(head="peak", group="estimate", cell=lambda row: _amount(row.peak, unit)),
-        Column(head="needs", group="", cell=lambda row: _amount(row.needs, unit)),
-        Column(head="fits", group="", cell=lambda row: _fits(row, unit)),
+        Column(head="peak", group="estimate", cell=lambda row: amount(row.peak, unit)),
+        Column(head="needs", group="", cell=lambda row: amount(row.needs, unit)),
+        Column(head="fits", group="", cell=_fits),
         Column(head="micro", group="", cell=_largest),
         Column(head="moved", group="a step", cell=_moved),
         Column(head="time", group="a step", cell=lambda row: seconds(row.duration.seconds) if row.duration else ABSENT),
@@ -187,7 +187,8 @@ def _groups(some: Sequence[Column], widths: Sequence[int]) -> list[str]:
     return [f" {group} ".center(width, "-") if group else " " * width for group, width in found]
 
 
-def _amount(count: int | None, unit: int) -> str:
+def amount(count: int | None, unit: int) -> str:
+    """A count of bytes in a unit, with three digits or so."""
     if count is None:
         return ABSENT
     amount = count / unit
@@ -196,11 +197,11 @@ def _amount(count: int | None, unit: int) -> str:
     return "<0.01" if amount < 0.005 else f"{amount:.2f}" if amount < 10 else f"{amount:,.1f}"
 
 
-def _fits(row: Row, unit: int) -> str:
+def _fits(row: Row) -> str:
     if row.needs is None:
         return ABSENT
     left = row.memory - row.needs
-    return f"{_amount(left, unit)} free" if left >= 0 else f"{_amount(-left, unit)} over"
+    return f"{size(left)} free" if left >= 0 else f"{size(-left)} over"
 
 
 def _largest(row: Row) -> str:

@@ -33,7 +33,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_row_has_its_numbers(wide: str) -> None:
     (first,) = lines(wide, "  first ")[:1]
-    assert " ".join(first.split()) == "first 1.50 3.00 1.50 6.00 12.0 12.0 2.00 over 2 1 GiB 1 s"
+    assert " ".join(first.split()) == "first 1.50 3.00 1.50 6.00 12.0 12.0 2 GiB over 2 1 GiB 1 s"
     assert "2 ranks of 10 GiB, micro-batches of 4, 2 a step; in GiB" in wide
     assert lines(wide, " exact ") and lines(wide, " estimate ")
 
