@@ -19,13 +19,15 @@ MOST = {
     "stage3_max_reuse_distance": 1_000_000_000,
 }
 # DeepSpeed 0.19.8's defaults (runtime/zero/config.py), above which nothing is chosen.
+SMALLEST_BUCKET = 2**18
+# 1 MiB of fp32, as DistributedDataParallel's first bucket: what is smaller costs the latency of a collective alone.
 
 
 def chosen(options: DeepSpeedOptions, anatomy: Anatomy) -> dict[str, int]:
     """Elements by option, for those that are open and have a meaning in the stage.
 
-    - reduce_bucket_size: a tenth of what is trained, and no less than the largest parameter: few reductions, the first
-      of which starts while the backward goes on.
+    - reduce_bucket_size: a tenth of what is trained, and no less than the largest parameter and 1 MiB, where there is so
+      much: few reductions, the first of which starts while the backward goes on.
     - stage3_prefetch_bucket_size: a tenth of the largest unit, one of its matrices, is gathered ahead of its use.
     - stage3_max_live_parameters: nothing is gathered ahead while a unit is there. It bounds nothing else.
     - stage3_max_reuse_distance: 0, so that a parameter is freed after its forward, and gathered again for the backward,
@@ -36,7 +38,8 @@ def chosen(options: DeepSpeedOptions, anatomy: Anatomy) -> dict[str, int]:
     trained = [weight.numel for weight in anatomy.trainable]
     unit = max(sum(weight.numel for weight in unit) for unit in units)
     recomputed = max(sum(weight.numel for weight in unit if weight.recomputed) for unit in units)
-    sizes = {"reduce_bucket_size": max(max(trained, default=1), sum(trained) // 10)}
+    least = max(1, min(sum(trained), SMALLEST_BUCKET))
+    sizes = {"reduce_bucket_size": max(least, max(trained, default=0), sum(trained) // 10)}
     if options.stage == 3:
         sizes |= {
             "stage3_prefetch_bucket_size": unit // 10,
