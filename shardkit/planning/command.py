@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardkit.engines import registry
 from shardkit.errors import RequestError
 from shardkit.planning.device import Device, load_device, parse_bytes
 from shardkit.recipe.backend import load_backend
 from shardkit.recipe.load import Loaded, load
+
+if TYPE_CHECKING:
+    from shardkit.planning.planned import Planned
 
 Found = TypeVar("Found")
 MEASURED = "measured"
@@ -73,8 +76,27 @@ def run(asked: Asked, processes: Processes) -> int:
     found = planned(asked, request, processes)
     if asked.measure:
         found = measured(found, asked)
-    print(json.dumps(found.record(), indent=2) if asked.as_json else found.text())
+    print(json.dumps(found.record(), indent=2) if asked.as_json else found.text(), flush=True)
+    for said in _files(found, asked, request):
+        print(f"shardkit: wrote {said}", file=sys.stderr)
     return 0
+
+
+def _files(found: Planned, asked: Asked, request: Request) -> Iterator[str]:
+    """Write what was asked for; the name of each file."""
+    if asked.write is not None:
+        from shardkit.planning.write import write
+
+        more = write(
+            found.plan,
+            found.reason,
+            recipe=asked.recipe,
+            overrides=asked.overrides,
+            path=asked.write,
+            # What a launch starts by itself needs no number.
+            processes=bool(request.world_sizes) and (asked.nodes or 1) == 1,
+        )
+        yield f"{asked.write}{f' ({more})' if more else ''}"
 
 
 def understood(asked: Asked) -> Request:

@@ -60,9 +60,7 @@ def compose(text: str, at: At, key: Key, problems: list[Problem]) -> Tree | None
         RecipeError: the text is not YAML.
     """
     try:
-        # Punctuation inside ${...} is hidden from YAML, so that {T_max: ${train.max_steps}} can be written.
-        hidden = _REFERENCE.sub(lambda match: match[0].translate(_STAND_INS), text)
-        root = _Loader(hidden).get_single_node()
+        root = node_of(text)
         return None if root is None else _Composer(at, problems).tree(root, at(root.start_mark), key)
     except RecursionError:  # only of the loader without libyaml
         place = at(yaml.Mark("", 0, 0, 0, None, 0))
@@ -76,6 +74,16 @@ def compose(text: str, at: At, key: Key, problems: list[Problem]) -> Tree | None
         line, column = before.count("\n"), len(before) - before.rfind("\n") - 1
         place = at(yaml.Mark("", 0, line, column, None, 0))
         raise _failure(place, f"the character {chr(error.character)!r} is not allowed", dotted(key)) from error
+
+
+def node_of(text: str) -> yaml.Node | None:
+    """The nodes of one YAML text with their marks; None when there is nothing in it. Scalars are as in `_Loader`.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML.
+    """
+    # Punctuation inside ${...} is hidden from YAML, so that {T_max: ${train.max_steps}} can be written.
+    return _Loader(_REFERENCE.sub(lambda match: match[0].translate(_STAND_INS), text)).get_single_node()
 
 
 def _failure(place: str, message: str, key: str = "") -> RecipeError:
