@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardkit.compare.drawing import COLORS, Figure, Spec, axis, specification
 from shardkit.compare.tables import MIB, name_of
 from shardkit.compare.verdict import Verdict
+from shardkit.pages.drawing import COLORS, Figure, Spec, axis, specification
 
 SOURCES = ["measured", "theory", "least"]
 _PALER: Spec = {"domain": SOURCES, "range": [1, 0.6, 0.3]}

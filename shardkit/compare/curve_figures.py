@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardkit.compare.drawing import Figure, Spec, axis, of_arm, specification, steps_axis
 from shardkit.compare.equivalence import Curve
 from shardkit.compare.tables import name_of
 from shardkit.compare.verdict import Verdict
+from shardkit.pages.drawing import COLORS, DASHES, Figure, Spec, axis, specification
 
 # More points than pixels make a page heavy.
 MOST_POINTS = 400
@@ -28,9 +28,9 @@ def overlay(found: Mapping[str, Verdict], name: str, title: str, place: str) -> 
     arms = _names(found, rows)
     mark: Spec = {"type": "line", "tooltip": True}
     encoding: Spec = {
-        "x": steps_axis(),
+        "x": _steps_axis(),
         "y": axis("value", title.lower(), scale={"zero": False}),
-        **of_arm(arms),
+        **_of_arm(arms),
         # Equal curves lie on each other: the reference is a broad line, the others dashes over it.
         "strokeWidth": _by_arm(arms, 6, 2),
         "strokeOpacity": _by_arm(arms, 0.4, 1),
@@ -64,7 +64,7 @@ def apart(found: Mapping[str, Verdict], name: str, title: str, place: str) -> Fi
                 "line": {"color": "#2F81D0", "strokeDash": [4, 3], "strokeWidth": 1.5},
             },
             "encoding": {
-                "x": steps_axis(),
+                "x": _steps_axis(),
                 "y": {**y, "field": "allowed"},
                 "y2": {"field": "least"},
                 "detail": {"field": "law"},
@@ -72,12 +72,12 @@ def apart(found: Mapping[str, Verdict], name: str, title: str, place: str) -> Fi
         },
         {
             "mark": {"type": "line", "strokeWidth": 2, "tooltip": True},
-            "encoding": {"x": steps_axis(), "y": y, **of_arm(arms)},
+            "encoding": {"x": _steps_axis(), "y": y, **_of_arm(arms)},
         },
         {
             "data": {"values": firsts},
             "mark": {"type": "point", "shape": "diamond", "size": 160, "strokeWidth": 2.5, "tooltip": True},
-            "encoding": {"x": steps_axis(), "y": y, "color": of_arm(arms)["color"]},
+            "encoding": {"x": _steps_axis(), "y": y, "color": _of_arm(arms)["color"]},
         },
     ]
     caption = (
@@ -131,4 +131,33 @@ def _by_arm(arms: Sequence[str], reference: float, other: float) -> Spec:
         "type": "ordinal",
         "sort": None,
         "scale": {"type": "ordinal", "domain": list(arms), "range": values},
+    }
+
+
+def _of_arm(arms: Sequence[str]) -> Spec:
+    """Colour and dashes: neither alone has to tell arms apart."""
+    many = range(len(arms))
+    return {
+        "color": {
+            "field": "arm",
+            "type": "ordinal",
+            "sort": None,
+            "scale": {"domain": list(arms), "range": [COLORS[i % len(COLORS)] for i in many]},
+        },
+        "strokeDash": {
+            "field": "arm",
+            "type": "ordinal",
+            "sort": None,
+            "scale": {"domain": list(arms), "range": [DASHES[i % len(DASHES)] for i in many]},
+        },
+    }
+
+
+def _steps_axis() -> Spec:
+    return {
+        "field": "step",
+        "type": "quantitative",
+        "title": "optimizer step",
+        "scale": {"nice": False},
+        "axis": {"tickMinStep": 1, "format": "d"},
     }

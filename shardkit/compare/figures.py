@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from shardkit.compare.cost_figures import communication, memory, ratios, throughput
 from shardkit.compare.curve_figures import apart, overlay
-from shardkit.compare.drawing import Figure
 from shardkit.compare.verdict import Verdict
+from shardkit.pages.drawing import Figure
 
 
 def figures(found: Mapping[str, Verdict]) -> list[Figure]:

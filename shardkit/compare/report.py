@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +12,10 @@ from shardkit.compare.markdown import markdown
 from shardkit.compare.results import Arm, Comparison
 from shardkit.compare.terminal import table
 from shardkit.compare.verdict import Verdict, are_equal, recommendation, verdicts
+from shardkit.pages.page import can_draw
 
 FORMAT = "shardkit-comparison"
 VERSION = 1
-NEEDS = ("vl_convert", "jinja2")
 
 __all__ = ["can_draw", "render", "table", "to_json"]
 
@@ -43,11 +42,6 @@ def render(comparison: Comparison, folder: Path, found: Mapping[str, Verdict] | 
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
-
-
-def can_draw() -> bool:
-    """Whether what report.html needs is installed: pip install 'shardkit[reports]'."""
-    return all(importlib.util.find_spec(name) is not None for name in NEEDS)
 
 
 def to_json(comparison: Comparison, found: Mapping[str, Verdict]) -> dict[str, Any]:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from shardkit.compare.bootstrap import Interval
 from shardkit.compare.costs import Costs
 from shardkit.compare.results import Comparison
 from shardkit.compare.settings import ABSENT, EXPLAINED, facts
 from shardkit.compare.verdict import Verdict
+from shardkit.pages.table import Table
 
 MIB = 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Rows of text under a head; the first column names the row."""
-
-    caption: str
-    head: tuple[str, ...]
-    rows: list[tuple[str, ...]]
 
 
 def verdict_table(found: Mapping[str, Verdict]) -> Table:

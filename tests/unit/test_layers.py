@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "shardkit"
 
 # Data flows one way: recipe -> model -> normalization -> engine -> window -> loop -> what a rank runs -> launcher.
 ORDER = [
-    ["errors", "shipped", "parent", "memory"],
+    ["errors", "shipped", "parent", "memory", "pages"],
     ["recipe"],
     ["world", "communication"],
     ["data", "models", "losses"],

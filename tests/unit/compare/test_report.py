@@ -14,6 +14,7 @@ from shardkit.compare.figures import figures
 from shardkit.compare.results import Comparison, read_arm, read_run
 from shardkit.compare.terminal import WIDTH, table
 from shardkit.compare.verdict import recommendation, verdicts
+from shardkit.pages import page
 from tests.comparisons import MIB, make_arm, make_run, profile_of, whole_comparison
 
 
@@ -154,7 +155,7 @@ def test_long_curves_are_thinned_and_keep_the_step_that_matters() -> None:
 
 
 def test_without_vega_the_other_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "NEEDS", ("no_such_module",))
+    monkeypatch.setattr(page, "NEEDS", ("no_such_module",))
     written = report.render(whole_comparison(), tmp_path)
     assert [path.name for path in written] == ["report.md", "report.json"]
 

@@ -1,8 +1,7 @@
-"""How the figures of a report are drawn: colours, axes, and what a Vega-Lite specification has around its marks."""
+"""How the figures of a page are drawn: colours, axes, and what a Vega-Lite specification has around its marks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,35 +57,6 @@ class Figure:
     title: str
     caption: str
     spec: Spec
-
-
-def of_arm(arms: Sequence[str]) -> Spec:
-    """Colour and dashes: neither alone has to tell arms apart."""
-    many = range(len(arms))
-    return {
-        "color": {
-            "field": "arm",
-            "type": "ordinal",
-            "sort": None,
-            "scale": {"domain": list(arms), "range": [COLORS[i % len(COLORS)] for i in many]},
-        },
-        "strokeDash": {
-            "field": "arm",
-            "type": "ordinal",
-            "sort": None,
-            "scale": {"domain": list(arms), "range": [DASHES[i % len(DASHES)] for i in many]},
-        },
-    }
-
-
-def steps_axis() -> Spec:
-    return {
-        "field": "step",
-        "type": "quantitative",
-        "title": "optimizer step",
-        "scale": {"nice": False},
-        "axis": {"tickMinStep": 1, "format": "d"},
-    }
 
 
 def axis(field: str, title: str, **more: Any) -> Spec:
