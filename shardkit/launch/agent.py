@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from shardkit import metrics
 from shardkit.errors import RequestError
-from shardkit.launch import failure, stopping
+from shardkit.launch import failure, shortage, stopping
 from shardkit.run_folder import RunFolder
 
 RENDEZVOUS_FAILED = 70
@@ -85,7 +85,7 @@ def run(folder: RunFolder, nproc: int) -> int:
     try:
         run_elastic(parse_args(_arguments(folder, nproc, scratch)))
     except ChildFailedError as error:
-        return _failed(folder, failure.failures_of(error, sent))
+        return _failed(folder, failure.failures_of(error, sent), nproc)
     except SignalException:
         return _stopped(folder, caught)
     except RendezvousError as error:
@@ -164,10 +164,16 @@ def _ended_well(folder: RunFolder) -> int:
         return 0
 
 
-def _failed(folder: RunFolder, failures: list[failure.Failure]) -> int:
+def _failed(folder: RunFolder, failures: list[failure.Failure], world_size: int) -> int:
     _show_cursor()
+    cause = failure.root_cause(failures)
     stopping.tell(failure.report(failures, folder.logs))
-    _write_end(folder, status="failed", error=failure.root_cause(failures).summary)
+    _write_end(folder, status="failed", error=cause.summary)
+    if cause.shortage:
+        try:
+            stopping.tell(shortage.told(folder, cause, world_size))
+        except Exception as error:  # whatever a model that cannot be built twice raises; the run has failed already
+            stopping.tell(f"shardkit: it could not be planned: {type(error).__name__}: {error}")
     return 1
 
 

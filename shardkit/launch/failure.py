@@ -26,6 +26,8 @@ _GONE = re.compile(
     r"|NCCL communicator was aborted|remote process exited"
 )
 _SILENT = re.compile(r"Timed out waiting|Socket Timeout|Watchdog caught collective")
+# What torch says on any device, and what systems say.
+_SHORT = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|not enough memory", re.IGNORECASE)
 
 
 class Kind(IntEnum):
@@ -55,6 +57,25 @@ class Failure:
     # Every rank raises this error, whoever is the cause.
     killed: bool = False
     # By SIGKILL: with kind ENDED, it did not even answer the agent's SIGTERM.
+    shortage: bool = False
+    # Memory ran out, as far as one can tell.
+    memory: int | None = None
+    # Bytes of its device; None = it shares the machine's.
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: torch's on any device, Python's, or the system's."""
+    says = isinstance(error, RuntimeError | OSError) and _SHORT.search(str(error))
+    return isinstance(error, MemoryError) or bool(says)
+
+
+def memory_here() -> int | None:
+    """Bytes of this rank's CUDA device; None = it has none, and shares the machine's memory."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def record_of(error: BaseException) -> dict[str, Any]:
@@ -70,6 +91,8 @@ def record_of(error: BaseException) -> dict[str, Any]:
                 "time": now,
                 "ours": ours,
                 "alike": isinstance(error, NonFiniteError),
+                "shortage": is_shortage(error),
+                "memory": memory_here() if is_shortage(error) else None,
             },
         }
     }
@@ -127,6 +150,7 @@ def _failure(rank: int, process: ProcessFailure, sent: Collection[tuple[int, int
             time=process.timestamp,
             summary=f"rank {rank} was killed by {name}" + (hint if name == "SIGKILL" else ""),
             killed=name == "SIGKILL",
+            shortage=name == "SIGKILL",
         )
     return Failure(
         rank=rank,
@@ -150,6 +174,8 @@ def _raised(rank: int, message: dict[str, Any]) -> Failure:
         traceback="" if ours else str(extra.get("py_callstack", "")),
         own=text if ours else "",
         alike=bool(extra.get("alike")),
+        shortage=bool(extra.get("shortage")),
+        memory=extra.get("memory"),
     )
 
 
