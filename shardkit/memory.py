@@ -138,10 +138,14 @@ class Lifetimes(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A tensor made of tensors (DTensor and its like) comes back here with those it is made of.
             return NotImplemented
-        given = {storage._cdata for storage in self._storages((args, kwargs))}
+        given = {storage._cdata: storage for storage in self._storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for storage in self._storages((args, kwargs, result)):
-            if storage._cdata in self._alive or storage._cdata not in given:
+        for address, storage in given.items():
+            # An operator may have resized it; what was made before is not counted.
+            if address in self._alive and self._alive[address][1] != storage.nbytes():
+                self._see(storage)
+        for storage in self._storages(result):
+            if storage._cdata not in given:
                 self._see(storage)
         self.peak = max(self.peak, self.current)
         return result

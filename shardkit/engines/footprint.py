@@ -137,17 +137,16 @@ class Replay:
         self._sums: dict[Part, int] = {}
         self._total = sum(self._states.values())
         self._level = 0
-        self._when = ""
+        self._now: Event | str = ""
+        self._then: Event | str = ""
+        self._at_peak: dict[Part, int] = {}
         self.peak = 0
-        self.at_peak: dict[Part, int] = {}
-        self.when = ""
 
     def reach(self, event: Event) -> None:
         """Come to an event: what is held now was held all the way to it."""
         self._mark(event.high)
-        self._level = event.level
-        self._when = f"{event.what.replace('_', ' ')} of {event.name or 'the model'}"
-        self._mark(self._level)
+        self._level, self._now = event.level, event
+        self._mark(event.level)
 
     def hold(self, part: Part, key: str, size: int) -> None:
         """From here on hold `size` bytes; under the same part and key, in place of what was held."""
@@ -168,18 +167,28 @@ class Replay:
 
     def moment(self, when: str, temporary: int, level: int = 0) -> None:
         """Need `temporary` bytes for a moment, with `level` bytes of activations beside what is held."""
-        self._when, self._level = when, level
+        self._now, self._level = when, level
         self._mark(level + temporary)
+
+    @property
+    def at_peak(self) -> dict[Part, int]:
+        """What the peak is made of."""
+        parts = dict(self._states)
+        for part, size in self._at_peak.items():
+            parts[part] = parts.get(part, 0) + size
+        return {part: size for part, size in parts.items() if size}
+
+    @property
+    def when(self) -> str:
+        """The moment of the peak."""
+        then = self._then
+        return then if isinstance(then, str) else f"{then.what.replace('_', ' ')} of {then.name or 'the model'}"
 
     def _mark(self, activations: int) -> None:
         total = self._total + activations
         if total > self.peak:
-            self.peak, self.when = total, self._when
-            parts = dict(self._states)
-            for part, size in self._sums.items():
-                parts[part] = parts.get(part, 0) + size
-            parts["activations"] = parts.get("activations", 0) + activations
-            self.at_peak = {part: size for part, size in parts.items() if size}
+            self.peak, self._then = total, self._now
+            self._at_peak = {**self._sums, "activations": self._sums.get("activations", 0) + activations}
 
 
 def footprint(replay: Replay, inputs: int, **known: Any) -> Footprint:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
-from shardkit.data.loader import num_items
 from shardkit.engines.activations import recompute, recomputed_blocks
 from shardkit.engines.anatomy import Anatomy, anatomy
 from shardkit.engines.footprint import Event, OptimizerNeeds, Piece, Trace
 from shardkit.engines.units import find_units
 from shardkit.losses import Loss, adapt
 from shardkit.planning.optimizing import optimizer_needs
+from shardkit.planning.sample import Sample
 from shardkit.planning.trace import trace
 from shardkit.recipe.build import build
 from shardkit.recipe.load import Loaded
@@ -31,13 +29,19 @@ class PlannedModel:
         loaded: the recipe.
         device: kind of device to plan for, "cuda" or "cpu": which implementation an optimizer takes.
         activation_checkpointing: over the recipe's.
+        beside: the same model without; what it has found of the data and the optimizer is not looked for again.
 
     Raises:
         RequestError: the model cannot be built, the policy cannot be applied, or no blocks are found to recompute.
     """
 
     def __init__(
-        self, loaded: Loaded, *, device: str = "cpu", activation_checkpointing: str | int | None = None
+        self,
+        loaded: Loaded,
+        *,
+        device: str = "cpu",
+        activation_checkpointing: str | int | None = None,
+        beside: PlannedModel | None = None,
     ) -> None:
         recipe = loaded.recipe
         if activation_checkpointing is not None:
@@ -53,9 +57,9 @@ class PlannedModel:
         recompute(blocks)
         self.joined = any(layer.mode == "exact" for layer in self.bare.applied.layers)
         self.buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-        self._items: list[Any] = []
+        self._data: Sample = beside._data if beside else Sample(recipe)
         self._traces: dict[tuple[int, int, torch.dtype], Trace] = {}
-        self._needs: dict[tuple[Piece, ...], OptimizerNeeds] = {}
+        self._needs: dict[tuple[Piece, ...], OptimizerNeeds] = beside._needs if beside else {}
 
     def workload(self, micro_batch_size: int, accumulation: int, rank: int = 0) -> PlannedWorkload:
         """What adapters are told of it; `shardkit.engines.footprint.Workload`.
@@ -82,7 +86,7 @@ class PlannedModel:
         if key not in self._traces:
             self._traces[key] = trace(
                 self.bare.model,
-                self._batch(micro_batch_size * joined),
+                self._data.batch(micro_batch_size * joined),
                 self.loss,
                 precision=self.recipe.train.precision,
                 stored=stored,
@@ -95,20 +99,6 @@ class PlannedModel:
         if key not in self._needs:
             self._needs[key] = optimizer_needs(self.recipe, pieces, self.device)
         return self._needs[key]
-
-    def _batch(self, count: int) -> Any:
-        """The first items, again and again where there are fewer."""
-        data = self.recipe.data
-        if not self._items:
-            self._items = [self._dataset[0]]
-        number = min(count, num_items(self._dataset))
-        self._items += [self._dataset[index] for index in range(len(self._items), number)]
-        collate = build(data.collate) if data.collate is not None else default_collate
-        return collate([self._items[index % number] for index in range(count)])
-
-    @cached_property
-    def _dataset(self) -> Any:
-        return build(self.recipe.data.train)
 
 
 @dataclass(frozen=True, kw_only=True)

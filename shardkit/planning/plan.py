@@ -143,7 +143,10 @@ class _Models:
     def of(self, activation_checkpointing: str | int | None) -> PlannedModel:
         if activation_checkpointing not in self._made:
             self._made[activation_checkpointing] = PlannedModel(
-                self.loaded, device=self._device, activation_checkpointing=activation_checkpointing
+                self.loaded,
+                device=self._device,
+                activation_checkpointing=activation_checkpointing,
+                beside=next(iter(self._made.values()), None),
             )
         return self._made[activation_checkpointing]
 
