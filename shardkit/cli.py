@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -82,6 +84,7 @@ def plan(
             write=write,
             measure=measure,
             correct=correction,
+            command=shlex.join(["shardkit", *sys.argv[1:]]),
         )
         return command.run(asked, preflight.processes)
 

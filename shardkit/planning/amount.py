@@ -13,6 +13,11 @@ def size(count: int) -> str:
     return f"{count} B" if units[0] == "B" else f"{amount:.3g} {units[0]}"
 
 
+def unit_of_bytes(most: int) -> tuple[int, str]:
+    """The unit for numbers up to so many bytes, and its name."""
+    return (GIB, "GiB") if most >= 4 * GIB else (MIB, "MiB")
+
+
 def seconds(duration: float) -> str:
     """Seconds or milliseconds, with three digits."""
     return f"{duration:.3g} s" if duration >= 1 else f"{duration * 1000:.3g} ms"

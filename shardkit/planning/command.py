@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardkit.engines import registry
 from shardkit.errors import RequestError
+from shardkit.pages.page import NEEDS, can_draw
 from shardkit.planning.device import Device, load_device, parse_bytes
 from shardkit.recipe.backend import load_backend
 from shardkit.recipe.load import Loaded, load
@@ -49,6 +50,8 @@ class Asked:
     measure: bool = False
     correct: bool = True
     # By earlier measurements.
+    command: str = ""
+    # As it was typed.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,21 @@ def run(asked: Asked, processes: Processes) -> int:
 
 def _files(found: Planned, asked: Asked, request: Request) -> Iterator[str]:
     """Write what was asked for; the name of each file."""
+    if asked.plot is not None:
+        from shardkit.planning.bars import bars
+        from shardkit.planning.plot import plot
+        from shardkit.planning.table import shown
+
+        asked.plot.parent.mkdir(parents=True, exist_ok=True)
+        drawn = bars(found.plan, shown(found.plan, every=found.every), found.measured)
+        plot(drawn, asked.plot, f"Plan of {found.plan.loaded.recipe.name} on {found.plan.device.name}")
+        yield str(asked.plot)
+    if asked.html is not None:
+        from shardkit.planning.html import page
+
+        asked.html.parent.mkdir(parents=True, exist_ok=True)
+        asked.html.write_text(page(found, asked.command), encoding="utf-8")
+        yield str(asked.html)
     if asked.write is not None:
         from shardkit.planning.write import write
 
@@ -190,9 +208,10 @@ def _wrong_files(asked: Asked) -> list[str]:
         problems.append(f"--write {str(asked.write)!r} is there already, and is not written over; give a new name")
     if asked.plot is not None and importlib.util.find_spec("matplotlib") is None:
         problems.append("--plot needs matplotlib, which is not installed. pip install 'shardkit[plots]'")
-    needed = ("vl_convert", "jinja2")
-    if asked.html is not None and any(importlib.util.find_spec(name) is None for name in needed):
-        problems.append(f"--html needs {' and '.join(needed)}; pip install 'shardkit[reports]'")
+    if asked.html is not None and not can_draw():
+        problems.append(
+            f"--html needs {' and '.join(NEEDS)}, not all of which is there. pip install 'shardkit[reports]'"
+        )
     return problems
 
 

@@ -14,28 +14,30 @@ TITLES = {**HEADS, "activations": "activations", "peak": "peak", "host": "host"}
 
 def errors_table(measured: Sequence[Measurement]) -> str:
     """What was predicted, what was measured on the fullest rank, and by how much the prediction is off."""
+    cells = grid(measured)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["predicted against measured, the fullest rank"] if len(cells) > 1 else []
+    for first, *rest in cells if lines else []:
+        found = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append(GAP.join([first.ljust(widths[0]), *found]).rstrip())
+    return "\n".join([*lines, *(f"{named(each.row)} failed: {each.error}" for each in measured if each.error)])
+
+
+def grid(measured: Sequence[Measurement]) -> list[list[str]]:
+    """The head, and three rows for each choice that ran: predicted, measured, error."""
     ran = [each for each in measured if not each.error]
     unit, name = unit_of([each.row for each in ran])
     parts = [part for part in PARTS if part != "host" and any(each.parts[part] for each in ran)]
-    grid = [["", *(TITLES[part] for part in parts), "step"]]
+    cells = [[f"in {name}", *(TITLES[part] for part in parts), "step"]]
     for each in ran:
         predicted = each.row.duration.seconds if each.row.duration else None
-        grid += [
-            [named(each.row)] + [""] * (len(parts) + 1),
-            ["  predicted", *(amount(each.predicted(part), unit) for part in parts), _time(predicted)],
-            ["  measured", *(amount(each.parts[part], unit) for part in parts), _time(each.seconds)],
-            [
-                "  error",
-                *(_error(each.predicted(part), each.parts[part]) for part in parts),
-                _error(predicted, each.seconds),
-            ],
+        who = named(each.row)
+        cells += [
+            [f"{who} predicted", *(amount(each.predicted(p), unit) for p in parts), _time(predicted)],
+            ["measured", *(amount(each.parts[p], unit) for p in parts), _time(each.seconds)],
+            ["error", *(_error(each.predicted(p), each.parts[p]) for p in parts), _error(predicted, each.seconds)],
         ]
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    lines = [f"predicted against measured, the fullest rank; in {name}"] if ran else []
-    for first, *rest in grid if ran else []:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append(GAP.join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join([*lines, *(f"{named(each.row)} failed: {each.error}" for each in measured if each.error)])
+    return cells
 
 
 def _time(duration: float | None) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from shardkit.engines.footprint import Part
-from shardkit.planning.amount import GIB, MIB, ranks, seconds, size
+from shardkit.planning.amount import ranks, seconds, size, unit_of_bytes
 from shardkit.planning.notes import notes, silent
 from shardkit.planning.plan import Plan, Row
 from shardkit.planning.reason import Reason, moved_bytes
@@ -115,9 +115,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def unit_of(rows: Sequence[Row]) -> tuple[int, str]:
-    """GiB where the most is more than one, else MiB."""
-    most = max((row.needs or row.peak or 0 for row in rows), default=0)
-    return (GIB, "GiB") if most >= 4 * GIB else (MIB, "MiB")
+    """The unit that suits these rows, and its name."""
+    return unit_of_bytes(max((row.needs or row.peak or 0 for row in rows), default=0))
 
 
 def _bare(row: Row) -> tuple[str, int, str]:

@@ -1,16 +1,9 @@
-"""report.html in a real browser: what it shows on a desktop, a phone and in the dark, and that it fetches nothing.
-
-Screenshots are left in $SHARDKIT_ARTEFACTS, else in build/artefacts.
-"""
+"""report.html in a real browser: what it shows on a desktop, a phone and in the dark, and that it fetches nothing."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import shutil
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +11,12 @@ import pytest
 
 from shardkit.compare.report import render
 from tests.comparisons import whole_comparison
+from tests.system.pages import keep_screenshot, open_page
 
-ROOT = Path(__file__).parents[2]
-ARTEFACTS = Path(os.environ.get("SHARDKIT_ARTEFACTS") or ROOT / "build" / "artefacts")
-SWITCHES = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-default-apps",
-)  # fmt: skip
 PLOTS = {
     "loss": "path", "loss-difference": "path", "grad-norm": "path", "grad-norm-difference": "path",
     "throughput": "path", "speed-ratio": "path", "memory": "path", "communication": "path",
 }  # fmt: skip
-
-
-def found(*names: str) -> str | None:
-    return next((path for name in names if (path := shutil.which(name))), None)
-
-
-def program(*names: str) -> str:
-    """A program's path; without it the test fails in CI, and is skipped elsewhere."""
-    path = found(*names)
-    if path is None:
-        message = f"{names[0]} is not installed: apt-get install -y chromium chromium-driver"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -52,54 +25,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written = render(whole_comparison(), folder)
     assert [path.name for path in written] == ["report.md", "report.json", "report.html"]
     return folder / "report.html"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    chromium, driver = program("chromium", "chromium-browser", "google-chrome"), program("chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for switch in (*SWITCHES, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(switch)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    opened = webdriver.Chrome(options=options, service=Service(driver))
-    yield opened
-    opened.quit()
-
-
-def open_page(browser: Any, report: Path, *, width: int, height: int = 900, dark: bool = False) -> None:
-    """Open the report at a size and wait until it is drawn."""
-    features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    resize(browser, width, height)
-    for log in ("browser", "performance"):
-        browser.get_log(log)
-    browser.get(report.as_uri())
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        if drawn := browser.execute_script("return document.documentElement.dataset.drawn"):
-            assert drawn == "yes", browser.get_log("browser")
-            return
-        time.sleep(0.1)
-    pytest.fail(f"the figures were not drawn in 30 s: {browser.get_log('browser')}")
-
-
-def resize(browser: Any, width: int, height: int) -> None:
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-
-def keep_screenshot(browser: Any, name: str, width: int) -> Path:
-    """The whole page as a picture."""
-    ARTEFACTS.mkdir(parents=True, exist_ok=True)
-    resize(browser, width, browser.execute_script("return document.documentElement.scrollHeight"))
-    time.sleep(0.5)
-    path = ARTEFACTS / f"report-{name}.png"
-    assert browser.save_screenshot(str(path))
-    return path
 
 
 def contrast(one: str, other: str) -> float:
@@ -137,7 +62,7 @@ def test_each_figure_has_marks_and_the_verdicts_are_there(browser: Any, report: 
         "python -m shardkit.launch recipe.yaml backend=ddp",
     ):
         assert word.lower() in text.lower(), word
-    keep_screenshot(browser, "desktop", 1280)
+    keep_screenshot(browser, "report-desktop", 1280)
 
 
 def test_nothing_is_fetched_and_no_error_is_logged(browser: Any, report: Path) -> None:
@@ -161,7 +86,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Any, report: Path)
         "return [...document.querySelectorAll('.plot svg')].filter(e => e.getBoundingClientRect().right > 390).length"
     )
     assert too_wide == 0
-    keep_screenshot(browser, "phone", 390)
+    keep_screenshot(browser, "report-phone", 390)
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -182,7 +107,7 @@ def test_text_and_lines_stand_out(browser: Any, report: Path, dark: bool) -> Non
     assert lines
     assert all(contrast(page, line) >= 3 for line in lines)
     if dark:
-        keep_screenshot(browser, "dark", 1280)
+        keep_screenshot(browser, "report-dark", 1280)
 
 
 def test_a_keyboard_reaches_everything(browser: Any, report: Path) -> None:
