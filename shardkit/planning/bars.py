@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardkit.engines.footprint import Part
 from shardkit.planning.amount import ranks, size, unit_of_bytes
 from shardkit.planning.measurement import Measurement
 from shardkit.planning.plan import Plan, Row
 from shardkit.planning.table import FIRST, SECOND, by_world_size
 
-PARTS: tuple[Part, ...] = (
+OFFLOADED = "offloaded"
+# On a CPU: what waits in host memory, which is the device's own.
+PARTS = (
     "parameters",
     "masters",
     "optimizer",
@@ -19,6 +20,7 @@ PARTS: tuple[Part, ...] = (
     "buffers",
     "communication",
     "activations",
+    OFFLOADED,
 )
 FAR = 3.0
 # A device that has so many times what is needed at the most would leave nothing to see of the bars.
@@ -30,7 +32,8 @@ class Bar:
 
     name: str
     # With a mark where it is recommended.
-    parts: dict[Part, int]
+    parts: dict[str, int]
+    # PARTS.
     needs: int
     # The peak as measurements correct it, and the margin on it.
     measured: int | None
@@ -83,10 +86,12 @@ def _bars(plan: Plan, rows: Sequence[Row], measured: Mapping[tuple[str, int], Me
 
 def _bar(plan: Plan, row: Row, measured: Measurement | None) -> Bar:
     assert row.footprint is not None and row.peak is not None
+    parts: dict[str, int] = {**row.footprint.at_peak}
+    parts[OFFLOADED] = row.footprint.host if plan.device.kind == "cpu" else 0
     mark = f"{FIRST} " if row is plan.recommended else f"{SECOND} " if row is plan.runner_up else ""
     return Bar(
         name=f"{mark}{row.choice.name}",
-        parts={part: count for part in PARTS if (count := row.footprint.at_peak.get(part, 0))},
+        parts={part: parts[part] for part in PARTS if parts.get(part)},
         needs=round(row.peak * (1 + plan.device.margin)),
         measured=measured.parts.get("peak") if measured and not measured.error else None,
     )

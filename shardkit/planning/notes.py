@@ -83,15 +83,20 @@ def _settings(rows: list[Row]) -> Iterator[str]:
 
 
 def _hosts(plan: Plan, rows: list[Row]) -> Iterator[str]:
+    found = [(row, row.footprint) for row in rows if row.footprint is not None]
     if plan.device.kind == "cpu":
+        names = list(dict.fromkeys(row.choice.backend for row, footprint in found if footprint.host))
+        if names:
+            yield f"What {listed(names)} keep in host memory is in the same memory on a CPU: in the peak, in no column."
         return
-    said = [
-        f"{row.choice.name} on {ranks(row.choice.world_size)} {size(f.host)} ({size(f.host_loading)} while it starts)"
-        for row in rows
-        if (f := row.footprint) is not None and (f.host or f.host_loading)
-    ]
+    said: dict[str, list[str]] = {}
+    for row, footprint in found:
+        if footprint.host or footprint.host_loading:
+            amounts = f"{size(footprint.host)} ({size(footprint.host_loading)} while it starts)"
+            said.setdefault(amounts, []).append(f"{row.choice.name} on {ranks(row.choice.world_size)}")
     if said:
-        yield f"Host memory a rank, beside the process itself: {'; '.join(said)}."
+        words = [f"{listed(names)} {amounts}" for amounts, names in said.items()]
+        yield f"Host memory a rank, beside the process itself: {'; '.join(words)}."
 
 
 def _batches(rows: tuple[Row, ...]) -> Iterator[str]:
