@@ -44,16 +44,24 @@ class Ledger:
         self._states: dict[str, int] = {}
         self._peak = self._loading = 0
         self._steps = 0
+        self._looked = -1
+        # The step in which the states were looked at.
         if world.device.type == "cpu":
             self._alive = Lifetimes("cpu")
             self._alive.__enter__()
             self._alive.see([*model.parameters(), *model.buffers()])
 
     def watch(self, engine: Engine) -> None:
-        """The engine is open: look at its state at each of its optimizer's steps."""
+        """The engine is open: look at its state at each of its optimizer's steps.
+
+        ZeRO makes one for each group, and frees its gradient after it: they are all there at the first.
+        """
         self._loading = self._taken()
 
         def look(*_: Any) -> None:
+            if self._looked == self._steps:
+                return
+            self._looked = self._steps
             self._states = {f"{part}_bytes": size for part, size in bytes_of(engine.held(), self._world.device).items()}
 
         engine.optimizer.register_step_pre_hook(look)

@@ -21,6 +21,7 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
+from shardkit.engines.footprint import Footprint, Part, Workload
 from shardkit.engines.meaning import Meaning, Situation
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DeepSpeedOptions
@@ -38,6 +39,7 @@ from shardkit.engines.zero import (
     zero_step,
     zero_traits,
 )
+from shardkit.engines.zero_footprint import zero_footprint
 
 
 class AccelerateDeepSpeedEngine(Engine):
@@ -52,6 +54,10 @@ class AccelerateDeepSpeedEngine(Engine):
     @classmethod
     def explain(cls, options: DeepSpeedOptions, situation: Situation) -> Meaning:
         return zero_meaning(situation, options)
+
+    @classmethod
+    def footprint(cls, options: DeepSpeedOptions, situation: Situation, workload: Workload) -> Footprint:
+        return zero_footprint(situation, workload, options)
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: DeepSpeedOptions
@@ -105,6 +111,9 @@ class AccelerateDeepSpeedEngine(Engine):
 
     def load_state(self, optimizer: Mapping[str, OptimizerState] | None) -> AbstractContextManager[Iterable[Interval]]:
         return self.partitions.load(optimizer)
+
+    def held(self) -> Iterator[tuple[Part, torch.Tensor]]:
+        return self.partitions.held()
 
     def close(self) -> None:
         close_zero(self.model)

@@ -52,7 +52,7 @@ class Coordinator:
         self._own = {layer.path: layer.weights for layer in anatomy.layers}
         self._numel = {weight.name: weight.numel for weight in anatomy.weights}
         self._frozen = {weight.name for weight in anatomy.weights if not weight.trainable}
-        least = options.stage3_param_persistence_threshold
+        least = options.stage3_param_persistence_threshold or 0
         self.stay = frozenset(name for name, numel in self._numel.items() if numel <= least)
         self._order = [self._own[use.path] for use in uses if use.begins]
         self._ahead = options.stage3_prefetch_bucket_size or 0

@@ -19,6 +19,7 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
+from shardkit.engines.footprint import Footprint, Part, Workload
 from shardkit.engines.meaning import Meaning, Situation
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DeepSpeedOptions
@@ -36,6 +37,7 @@ from shardkit.engines.zero import (
     zero_step,
     zero_traits,
 )
+from shardkit.engines.zero_footprint import zero_footprint
 
 
 class DeepSpeedEngine(Engine):
@@ -50,6 +52,10 @@ class DeepSpeedEngine(Engine):
     @classmethod
     def explain(cls, options: DeepSpeedOptions, situation: Situation) -> Meaning:
         return zero_meaning(situation, options)
+
+    @classmethod
+    def footprint(cls, options: DeepSpeedOptions, situation: Situation, workload: Workload) -> Footprint:
+        return zero_footprint(situation, workload, options)
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: DeepSpeedOptions
@@ -99,6 +105,9 @@ class DeepSpeedEngine(Engine):
 
     def load_state(self, optimizer: Mapping[str, OptimizerState] | None) -> AbstractContextManager[Iterable[Interval]]:
         return self.partitions.load(optimizer)
+
+    def held(self) -> Iterator[tuple[Part, torch.Tensor]]:
+        return self.partitions.held()
 
     def close(self) -> None:
         close_zero(self.model)

@@ -1,7 +1,8 @@
 """The sizes of ZeRO's buffers, chosen from the model where a recipe leaves them open.
 
 DeepSpeed's defaults are made for models of billions of parameters: a bucket of 5 x 10^8 elements is 2 GB on every rank,
-whatever the model, and stage 3 keeps what it uses again within 10^9 elements, which is every smaller model.
+whatever the model, and stage 3 keeps whole what it uses again within 10^9 elements, and every parameter of up to 10^5:
+all of a small model.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from shardkit.engines.options import DeepSpeedOptions
 
 MOST = {
     "reduce_bucket_size": 500_000_000,
+    "stage3_param_persistence_threshold": 100_000,
     "stage3_prefetch_bucket_size": 50_000_000,
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_max_reuse_distance": 1_000_000_000,
@@ -26,8 +28,9 @@ SMALLEST_BUCKET = 2**18
 def chosen(options: DeepSpeedOptions, anatomy: Anatomy) -> dict[str, int]:
     """Elements by option, for those that are open and have a meaning in the stage.
 
-    - reduce_bucket_size: a tenth of what is trained, and no less than the largest parameter and 1 MiB, where there is so
-      much: few reductions, the first of which starts while the backward goes on.
+    - reduce_bucket_size: a tenth of what is trained, and no less than the largest parameter and than 1 MiB, where there
+      is so much: few reductions, the first of which starts while the backward goes on.
+    - stage3_param_persistence_threshold: a hundredth of the largest unit: norms and biases stay whole, and no matrix.
     - stage3_prefetch_bucket_size: a tenth of the largest unit, one of its matrices, is gathered ahead of its use.
     - stage3_max_live_parameters: nothing is gathered ahead while a unit is there. It bounds nothing else.
     - stage3_max_reuse_distance: 0, so that a parameter is freed after its forward, and gathered again for the backward,
@@ -42,6 +45,7 @@ def chosen(options: DeepSpeedOptions, anatomy: Anatomy) -> dict[str, int]:
     sizes = {"reduce_bucket_size": max(least, max(trained, default=0), sum(trained) // 10)}
     if options.stage == 3:
         sizes |= {
+            "stage3_param_persistence_threshold": unit // 100,
             "stage3_prefetch_bucket_size": unit // 10,
             "stage3_max_live_parameters": unit,
             "stage3_max_reuse_distance": 2 * recomputed,

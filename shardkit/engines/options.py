@@ -68,8 +68,8 @@ class DeepSpeedOptions:
     # Elements reduced at a time, the size of a buffer; null = chosen from the model (see `shardkit explain`).
     round_robin_gradients: bool = False
     # Spread the copy of gradients to the host over ranks (stages 1 and 2).
-    stage3_param_persistence_threshold: int = 100_000
-    # Parameters with fewer elements stay whole on every rank (stage 3).
+    stage3_param_persistence_threshold: int | None = None
+    # Parameters of at most so many elements stay whole on every rank (stage 3); null = chosen from the model.
     stage3_prefetch_bucket_size: int | None = None
     # Elements gathered ahead of their use (stage 3); null = chosen from the model.
     stage3_max_live_parameters: int | None = None

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shardkit.engines.api import Interval, Kind, OptimizerState, Scalar
+from shardkit.engines.footprint import Part
 from shardkit.engines.kept import check_names, is_tensor, numbers, placed, refuse_pending, same_number
 from shardkit.engines.names import frozen, full_name, persistent_buffers
 from shardkit.engines.unused import UnusedWatch
@@ -88,6 +89,29 @@ class Partitions:
         """The optimizer's numbers, which the parameters of a flat partition share."""
         state = self.zero.optimizer.state
         return {p.name: numbers(p.name, state[p.master]) for p in self._pieces() if state.get(p.master)}
+
+    def held(self) -> Iterator[tuple[Part, torch.Tensor]]:
+        """`Engine.held`: in the step of the first flat group, when the gradients of the others still wait."""
+        zero = self.zero
+        masters = zero.single_partition_of_fp32_groups if self.whole else zero.fp32_partitioned_groups_flat
+        for parameter in self.model.parameters():
+            yield "parameters", getattr(parameter, "ds_tensor", parameter).detach()
+        for buffer in self.model.buffers():
+            yield "buffers", buffer
+        for master in (*masters, *getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", ())):
+            yield "masters", master.detach()
+        for state in zero.optimizer.state.values():
+            for value in filter(torch.is_tensor, state.values()):
+                yield "optimizer", value
+        found = [master.grad for master in masters]
+        found += [tensor for group in zero.averaged_gradients.values() for tensor in group or ()]
+        found += [
+            getattr(zero, key, None) for key in ("grad_partitions_flat_buffer", "temp_grad_buffer_for_cpu_offload")
+        ]
+        found += getattr(zero, "accumulated_grads_in_cpu", {}).values()
+        for tensor in found:
+            if tensor is not None:
+                yield "gradients", tensor
 
     @contextmanager
     def load(self, kept: Mapping[str, OptimizerState] | None) -> Iterator[Iterable[Interval]]:

@@ -87,7 +87,7 @@ def zero_traffic(situation: Situation, options: DeepSpeedOptions) -> Traffic:
         return _partitioned(situation, options)
     gradients = sum(weight.numel for weight in situation.anatomy.trainable) * 4
     reductions = 1 if options.stage == 1 else situation.accumulation
-    groups = list(_flat_groups(situation))
+    groups = list(flat_groups(situation))
     return {
         "all_reduce": Volume(None, gradients * reductions + 4 * len(groups)),
         "all_gather": Volume(len(groups), sum(groups) * 4),
@@ -135,7 +135,7 @@ def _units(situation: Situation) -> Iterable[tuple[list[Weight], bool, torch.dty
     yield [w for w in rest if not (apart and w.of_norm)], True, situation.computed
 
 
-def _flat_groups(situation: Situation) -> Iterable[int]:
+def flat_groups(situation: Situation) -> Iterable[int]:
     """Elements of each flat group of the optimizer, padded."""
     sizes = {weight.name: weight.numel for weight in situation.anatomy.trainable}
     unit = ALIGNMENT * situation.world_size
@@ -146,7 +146,7 @@ def _flat_groups(situation: Situation) -> Iterable[int]:
 def _partitioned(situation: Situation, options: DeepSpeedOptions) -> Traffic:
     ranks, steps = situation.world_size, situation.accumulation
     padded = {weight.name: -(-weight.numel // ranks) * ranks for weight in situation.anatomy.weights}
-    least = options.stage3_param_persistence_threshold
+    least = options.stage3_param_persistence_threshold or 0
     # After the step; frozen ones with them.
     stay = sum(padded[weight.name] for weight in situation.anatomy.weights if weight.numel <= least)
     gathered = stay + steps * gathered_elements(situation.anatomy, options, steps, ranks)

@@ -76,7 +76,7 @@ def zero_meaning(situation: Situation, given: DeepSpeedOptions) -> Meaning:
 def _notes(situation: Situation, options: DeepSpeedOptions) -> tuple[str, ...]:
     """What DeepSpeed 0.19.8 communicates otherwise than its papers say."""
     if options.stage == 3:
-        least = options.stage3_param_persistence_threshold
+        least = options.stage3_param_persistence_threshold or 0
         again = any(w.recomputed and not w.trainable and w.numel > least for w in situation.anatomy.weights)
         # It lets go of them after the first backward of a block in which they were recomputed.
         frozen = ("frozen parameters of a block that is recomputed are gathered once more in its backward",)

@@ -31,6 +31,7 @@ def test_sizes_are_chosen_from_the_model() -> None:
     # 100 elements a block, 50 and 20 in the rest.
     assert chosen(DeepSpeedOptions(stage=3), stack(4)) == {
         "reduce_bucket_size": 470,
+        "stage3_param_persistence_threshold": 1,
         "stage3_prefetch_bucket_size": 10,
         "stage3_max_live_parameters": 100,
         "stage3_max_reuse_distance": 0,
