@@ -22,6 +22,8 @@ from shardkit.engines.api import (
     Traits,
 )
 from shardkit.engines.ddp import replicas_meaning
+from shardkit.engines.footprint import Footprint, Workload
+from shardkit.engines.footprints import replicas_footprint
 from shardkit.engines.meaning import Meaning, Situation
 from shardkit.engines.names import trainable
 from shardkit.engines.options import DdpOptions
@@ -44,6 +46,10 @@ class AccelerateDdpEngine(Engine):
     @classmethod
     def explain(cls, options: DdpOptions, situation: Situation) -> Meaning:
         return replicas_meaning(situation, options)
+
+    @classmethod
+    def footprint(cls, options: DdpOptions, situation: Situation, workload: Workload) -> Footprint:
+        return replicas_footprint(situation, workload, buckets=True)
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, settings: EngineSettings, options: DdpOptions

@@ -24,6 +24,8 @@ from shardkit.engines.api import (
     StepReport,
     Traits,
 )
+from shardkit.engines.footprint import Footprint, Workload
+from shardkit.engines.footprints import fully_shard_footprint
 from shardkit.engines.fsdp2 import fsdp2_meaning, fsdp2_traits, mixed_precision, reshard, shard_norms
 from shardkit.engines.kept import refuse_pending
 from shardkit.engines.meaning import Meaning, Situation
@@ -59,6 +61,16 @@ class AccelerateFsdp2Engine(Engine):
     @classmethod
     def explain(cls, options: AccelerateFsdp2Options, situation: Situation) -> Meaning:
         return replace(fsdp2_meaning(situation, options), traffic=fully_shard_traffic(situation, options))
+
+    @classmethod
+    def footprint(cls, options: AccelerateFsdp2Options, situation: Situation, workload: Workload) -> Footprint:
+        return fully_shard_footprint(
+            situation,
+            workload,
+            reshard_after_forward=options.reshard_after_forward,
+            shards=situation.world_size,
+            cpu_offload=options.cpu_offload,
+        )
 
     def __init__(
         self,

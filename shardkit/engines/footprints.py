@@ -124,6 +124,8 @@ def fully_shard_footprint(
         reduces.end()
     replay.moment(STEP, 0 if cpu_offload else needs.temporary)
     whole = sum(weight.numel for weight in weights) * stored.itemsize
+    # The whole model is put onto the device; then unit by unit becomes shards, and what it was is let go.
+    first = max((unit // shards for unit in units.padded), default=0) * stored.itemsize
     return footprint(
         replay,
         inputs(situation, trace),
@@ -131,7 +133,7 @@ def fully_shard_footprint(
         gradients=0 if cpu_offload else gradients,
         optimizer=0 if cpu_offload else needs.state,
         buffers=workload.buffers,
-        loading=workload.buffers + (0 if cpu_offload else whole + parameters),
+        loading=workload.buffers + (0 if cpu_offload else whole + first),
         host=host,
         host_loading=whole,
     )
