@@ -10,11 +10,12 @@ from shardkit.planning.reason import named
 from shardkit.planning.table import ABSENT, GAP, HEADS, amount, unit_of
 
 TITLES = {**HEADS, "activations": "activations", "peak": "peak", "host": "host"}
+PREDICTED = " predicted"
 
 
 def errors_table(measured: Sequence[Measurement]) -> str:
     """What was predicted, what was measured on the fullest rank, and by how much the prediction is off."""
-    cells = grid(measured)
+    cells = [row for each in grid(measured) for row in _below(each)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["predicted against measured, the fullest rank"] if len(cells) > 1 else []
     for first, *rest in cells if lines else []:
@@ -33,11 +34,20 @@ def grid(measured: Sequence[Measurement]) -> list[list[str]]:
         predicted = each.row.duration.seconds if each.row.duration else None
         who = named(each.row)
         cells += [
-            [f"{who} predicted", *(amount(each.predicted(p), unit) for p in parts), _time(predicted)],
+            [f"{who}{PREDICTED}", *(amount(each.predicted(p), unit) for p in parts), _time(predicted)],
             ["measured", *(amount(each.parts[p], unit) for p in parts), _time(each.seconds)],
             ["error", *(_error(each.predicted(p), each.parts[p]) for p in parts), _error(predicted, each.seconds)],
         ]
     return cells
+
+
+def _below(row: list[str]) -> list[list[str]]:
+    """The name of a choice on a line of its own."""
+    first, *rest = row
+    name, predicted, _ = first.partition(PREDICTED)
+    if not predicted:
+        return [[f"  {first}", *rest]]
+    return [[name, *[""] * len(rest)], [f" {PREDICTED}", *rest]]
 
 
 def _time(duration: float | None) -> str:

@@ -40,6 +40,8 @@ class Measurement:
         found = self.row.footprint
         if found is None or (self.row.unknown and part in ("activations", "peak")):
             return None
+        if part != "peak" and found.host and self.device.get("kind") == "cpu":
+            return None  # what is offloaded is in the same memory, and of no known part
         if part == "activations":
             # What of the peak is no state, as a run counts it.
             return max(0, found.peak - sum(getattr(found, state) for state in STATES))

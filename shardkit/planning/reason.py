@@ -83,15 +83,13 @@ def _costs(first: Row, second: Row) -> list[str]:
     costs = []
     if second.choice.world_size > first.choice.world_size:
         costs.append(f"takes {ranks(second.choice.world_size)} instead of {first.choice.world_size}")
+    if second.choice.activation_checkpointing != first.choice.activation_checkpointing:
+        costs.append("recomputes activations" if second.choice.activation_checkpointing else "recomputes nothing")
     if first.duration and second.duration:
         factor = second.duration.seconds / first.duration.seconds
         times = f"({seconds(second.duration.seconds)} instead of {seconds(first.duration.seconds)})"
         if factor > 1 + EQUAL:
             costs.append(f"takes an estimated {factor:.3g} times as long a step {times}")
-        elif factor < 1 - EQUAL and not costs:
-            costs.append(
-                f"shards or moves more, for a step that is an estimated {1 / factor:.3g} times as fast {times}"
-            )
         elif factor < 1 - EQUAL:
             costs.append(f"makes a step an estimated {1 / factor:.3g} times as fast {times}")
     moved, less = moved_bytes(second), moved_bytes(first)

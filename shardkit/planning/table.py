@@ -51,7 +51,8 @@ def table(plan: Plan, reason: Reason, *, every: bool = False, machine: str = "",
     """
     width = shutil.get_terminal_size((UNKNOWN_WIDTH, 24)).columns
     rows = shown(plan, every=every)
-    parts = [_group(plan, group, width) for group in by_world_size(rows)]
+    parts = [_wrapped(f"{plan.parameters:,} parameters, on {plan.device.name}", width)]
+    parts += [_group(plan, group, width) for group in by_world_size(rows)]
     if rows:
         parts.append(LEGEND if plan.recommended else "")
     hidden = sum(row.footprint is not None for row in plan.rows) - len(rows)

@@ -30,6 +30,7 @@ ELSEWHERE: dict[str, str] = {
     "make demo": "tests/packaging and .ci/run",
     "pip install -c constraints.txt '.[all]'": "the Makefile installs the same, and tests/packaging a wheel",
     **{command: "test_compare.py" for command in commands() if "shardkit check " in command or " compare " in command},
+    **{command: "test_plan.py" for command in commands() if "--measure" in command},
     **{command: "test_the_readme_resumes" for command in commands() if "mine" in command},
     "python -m pytest tests/conformance --backend tests.third_party.engines:ManualEngine": "test_third_party.py",
 }
@@ -45,8 +46,13 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         words[0:1] = [sys.executable, "-c", f"import sys; from {entry} import main; sys.exit(main())"]
     if "shardkit.launch" in words and not any(word.startswith("run_dir=") for word in words):
         words += [f"run_dir={folder / 'run'}", "train.max_steps=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "120", "SHARDKIT_CACHE": str(folder / "cache")}
+    environment = {**os.environ, **own}
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"[\d.,]+", "#", text)).strip()
 
 
 def test_the_readme_has_commands() -> None:
@@ -72,6 +78,12 @@ def test_a_command_of_the_readme_works(command: str, tmp_path: Path) -> None:
         assert lines[-1]["status"] == "completed" and lines[-1]["steps"] == 2
     elif "doctor" in command:
         assert "Recommended: exact" in done.stdout
+    elif "shardkit plan" in command:
+        shown = (ROOT / "README.md").read_text().split(command)[1].split("```")[0]
+        # Estimates may move by a little; what is said may not.
+        printed = without_numbers(done.stdout)
+        for line in shown.strip().splitlines():
+            assert line == "..." or without_numbers(line) in printed, line
     elif "explain" in command:
         assert "fsdp2" in done.stdout and "all_gather" in done.stdout.replace("-", "_")
     else:

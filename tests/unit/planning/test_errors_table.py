@@ -12,7 +12,7 @@ def test_predicted_measured_and_the_error_stand_below_each_other() -> None:
     failed = Measurement(row=row("zero9", 8), error="rank 0: no such thing")
     lines = [" ".join(line.split()) for line in errors_table([ran, failed]).splitlines()]
     assert lines[1] == "in GiB params optimizer grads activations peak step"
-    assert "ddp on 2 ranks predicted 1.00 2.00 1.00 4.00 8.00 1 s" in lines
+    assert "predicted 1.00 2.00 1.00 4.00 8.00 1 s" in lines
     assert "measured 1.00 2.00 1.00 5.00 10.0 500 ms" in lines
     assert "error 0 % 0 % 0 % -20.0 % -20.0 % +100.0 %" in lines
     assert lines[-1] == "zero9 on 2 ranks failed: rank 0: no such thing"
