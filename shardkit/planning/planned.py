@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shardkit import shipped
+from shardkit.engines import registry
 from shardkit.errors import RecipeError, RequestError
 from shardkit.planning import history
 from shardkit.planning.device import Device, load_device
@@ -135,8 +136,9 @@ def _started(loaded: Loaded, device: Device, here: Machine | None, processes: Pr
     asked = loaded.recipe.launch.nproc_per_node
     if here is not None or isinstance(asked, int) or device.kind == "cpu":
         return processes(loaded, device.kind)
-    # On another machine's devices; a backend of one process starts one.
-    return 1 if processes(loaded, "cpu") == 1 else device.devices_per_node
+    # On a node of another machine.
+    registration = registry.BUILT_IN.get(loaded.recipe.backend.adapter)
+    return 1 if registration is not None and registration.one_process else device.devices_per_node
 
 
 def _others(kind: str) -> list[Device]:
