@@ -21,17 +21,19 @@ MOST = {
     "stage3_max_reuse_distance": 1_000_000_000,
 }
 # DeepSpeed 0.19.8's defaults (runtime/zero/config.py), above which nothing is chosen.
-SMALLEST_BUCKET = 2**18
+SMALL = 2**18
 # 1 MiB of fp32, as DistributedDataParallel's first bucket: what is smaller costs the latency of a collective alone.
 
 
 def chosen(options: DeepSpeedOptions, anatomy: Anatomy) -> dict[str, int]:
     """Elements by option, for those that are open and have a meaning in the stage.
 
-    - reduce_bucket_size: a tenth of what is trained, and no less than the largest parameter and than 1 MiB, where there
-      is so much: few reductions, the first of which starts while the backward goes on.
+    - reduce_bucket_size: a tenth of what is trained, and no less than the largest parameter: few reductions, the first of
+      which starts while the backward goes on. In stages 1 and 2 no less than 1 MiB, where there is so much; stage 3 has
+      it in the forward too.
     - stage3_param_persistence_threshold: a hundredth of the largest unit: norms and biases stay whole, and no matrix.
-    - stage3_prefetch_bucket_size: a tenth of the largest unit, one of its matrices, is gathered ahead of its use.
+    - stage3_prefetch_bucket_size: a tenth of the largest unit, one of its matrices, is gathered ahead of its use; nothing
+      where a unit has less than 1 MiB, as what is gathered is most of such a model.
     - stage3_max_live_parameters: nothing is gathered ahead while a unit is there. It bounds nothing else.
     - stage3_max_reuse_distance: 0, so that a parameter is freed after its forward, and gathered again for the backward,
       as fully_shard does; where blocks are recomputed, twice the largest of them, so that what is gathered to recompute
@@ -41,12 +43,12 @@ def chosen(options: DeepSpeedOptions, anatomy: Anatomy) -> dict[str, int]:
     trained = [weight.numel for weight in anatomy.trainable]
     unit = max(sum(weight.numel for weight in unit) for unit in units)
     recomputed = max(sum(weight.numel for weight in unit if weight.recomputed) for unit in units)
-    least = max(1, min(sum(trained), SMALLEST_BUCKET))
+    least = max(1, min(sum(trained), SMALL if options.stage < 3 else 1))
     sizes = {"reduce_bucket_size": max(least, max(trained, default=0), sum(trained) // 10)}
     if options.stage == 3:
         sizes |= {
             "stage3_param_persistence_threshold": unit // 100,
-            "stage3_prefetch_bucket_size": unit // 10,
+            "stage3_prefetch_bucket_size": unit // 10 if unit >= SMALL else 0,
             "stage3_max_live_parameters": unit,
             "stage3_max_reuse_distance": 2 * recomputed,
         }

@@ -45,7 +45,7 @@ OTHERS: list[tuple[str, int, dict[str, Any]]] = [
     ("zero3", 2, {"stage3_param_persistence_threshold": 20}),
     ("zero3", 2, {"stage3_max_reuse_distance": 10**9}),
     ("zero3", 2, {"stage3_max_reuse_distance": 100, "stage3_prefetch_bucket_size": 200}),
-    ("zero3", 2, {"stage3_prefetch_bucket_size": 0}),
+    ("zero3", 2, {"stage3_prefetch_bucket_size": 15}),
     ("zero3-offload", 2, {}),
     ("accelerate-ddp", 2, {}),
     ("accelerate-fsdp2", 2, {}),
