@@ -25,9 +25,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_presets_profiles_and_recipes(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for kind in ("backends", "launch", "recipes"):
+    for kind in ("backends", "devices", "launch", "recipes"):
         for path in (ROOT / kind).glob("*.yaml"):
             assert f"shardkit/_data/{kind}/{path.name}" in names
+    pages = [path for path in (ROOT / "shardkit").rglob("*") if path.suffix in (".html", ".css", ".js")]
+    assert len(pages) >= 6 and {path.relative_to(ROOT).as_posix() for path in pages} <= names
     assert not [name for name in names if name.startswith(("tests/", "backends/", "recipes/"))]
 
 
