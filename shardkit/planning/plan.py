@@ -111,13 +111,18 @@ class Plan:
     # The next that fits.
 
 
-def plan(loaded: Loaded, wanted: Wanted) -> Plan:
+def plan(loaded: Loaded, wanted: Wanted, models: Models | None = None) -> Plan:
     """Plan a recipe on every backend and number of ranks that is wanted.
+
+    Args:
+        loaded: the recipe.
+        wanted: what it is planned on.
+        models: those of an earlier plan of the recipe, whose traces need not be made again.
 
     Raises:
         RequestError: the model cannot be built, or a backend is not known.
     """
-    models = _Models(loaded, wanted.device.kind)
+    models = models or Models(loaded, wanted.device.kind)
     rows = [row for size in wanted.world_sizes for row in _rows(models, wanted, size)]
     rows.sort(key=lambda row: row.cost)
     fitting = [row for row in rows if row.fits]
@@ -133,7 +138,7 @@ def plan(loaded: Loaded, wanted: Wanted) -> Plan:
     )
 
 
-class _Models:
+class Models:
     """The recipe's model as it is and with its blocks recomputed, each made once."""
 
     def __init__(self, loaded: Loaded, device: str) -> None:
@@ -161,7 +166,7 @@ class _Models:
             return False
 
 
-def _rows(models: _Models, wanted: Wanted, world_size: int) -> Iterator[Row]:
+def _rows(models: Models, wanted: Wanted, world_size: int) -> Iterator[Row]:
     nodes = wanted.over_nodes(world_size)
     for name in wanted.backends or ladder.backends():
         try:
@@ -181,7 +186,7 @@ def _rows(models: _Models, wanted: Wanted, world_size: int) -> Iterator[Row]:
             yield _row(models, wanted, loaded, choice, nodes)
 
 
-def _row(models: _Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes: int) -> Row:
+def _row(models: Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes: int) -> Row:
     loaded = _with_options(loaded, choice)
     recipe, backend = loaded.recipe, loaded.recipe.backend
     adapter = registry.load(backend.adapter)
@@ -225,7 +230,9 @@ def _row(models: _Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes:
     traffic = meaning_of(adapter, options, situation).traffic
     row = replace(row, unknown=unknown, footprint=footprint, communication=traffic)
     if unknown:
-        return row
+        # Where not even what is known fits, nothing else has to be.
+        least = needed(device, footprint.parameters + footprint.masters + footprint.optimizer + footprint.buffers)
+        return replace(row, fits=False, needs=least) if least > device.memory else row
     took = duration(
         device,
         flops=flops * situation.accumulation,
@@ -285,7 +292,10 @@ class _Candidate:
         try:
             other = own * 2 if own == 1 or own * 2 in sizes else max(1, own // 2)
             between = (min(own, other), max(own, other))
-            low, high = 0, len(sizes)
+            # One micro-step needs no place for gradients of others, so it may fit where a smaller one does not.
+            if self._fits(device, ratio, sizes[-1], between) and self._fits(device, ratio, sizes[-1], None):
+                return sizes[-1]
+            low, high = 0, len(sizes) - 1
             # Sizes before `low` fit, those from `high` on do not.
             while low < high:
                 middle = (low + high) // 2
