@@ -94,3 +94,16 @@ def test_checkpoints_cost_what_the_documentation_says() -> None:
     assert len(ratios) == 6
     full = {row for row in ratios if "full" in row}
     assert all(ratios[row]["its MiB more a rank"] > 64 for row in full if row.startswith("fsdp2"))
+
+
+def test_seven_billion_parameters_are_planned_in_time_and_as_published() -> None:
+    # It fails by its exit code: 20 s, 4 GiB, 0.1 % of states, 1 % of activations.
+    text = benchmark("plan_large")
+    assert "6.99 billion parameters" in text and text.count("100.00%") >= 6, text
+
+
+def test_plans_are_good_on_models_they_were_not_made_on() -> None:
+    # It fails by its exit code: a state off by a byte, a peak by 10 %.
+    rows = [line.split("|") for line in benchmark("plan_accuracy").splitlines() if "(not tuned on)" in line]
+    assert len(rows) == 22 and all(row[4].strip() == "to the byte" for row in rows)
+    assert max(abs(float(row[7].strip(" %"))) for row in rows) <= 3.0
