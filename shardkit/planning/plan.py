@@ -311,7 +311,9 @@ class _Candidate:
 
     def _fits(self, device: Device, ratio: float, size: int, between: tuple[int, int] | None) -> bool:
         accumulation = self._items // size
-        workload = replace(self._model.workload(size, accumulation), between=between)
+        workload = self._model.workload(size, accumulation)
+        if between is not None and size not in between:
+            workload = replace(workload, between=between)
         footprint = self.footprint(workload)
         return footprint is not None and needed(device, footprint.peak * ratio) <= device.memory
 
