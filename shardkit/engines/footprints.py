@@ -15,6 +15,8 @@ from shardkit.engines.footprint import Footprint, Piece, Replay, Trace, Workload
 from shardkit.engines.meaning import Situation
 
 STEP = "the optimizer's step"
+SENT = 250 * 2**20
+# In copies of so many bytes DistributedDataParallel sends parameters and buffers before it makes its buckets (torch 2.13).
 
 
 def replicas_footprint(situation: Situation, workload: Workload, *, buckets: bool) -> Footprint:
@@ -47,6 +49,7 @@ def replicas_footprint(situation: Situation, workload: Workload, *, buckets: boo
             else:
                 replay.drop("gradients", event.name)
     replay.moment(STEP, needs.temporary)
+    whole = parameters + workload.buffers
     return footprint(
         replay,
         inputs(situation, trace),
@@ -54,7 +57,7 @@ def replicas_footprint(situation: Situation, workload: Workload, *, buckets: boo
         gradients=gradients,
         optimizer=needs.state,
         buffers=workload.buffers,
-        loading=parameters + workload.buffers + (gradients if buckets else 0),
+        loading=whole + (max(gradients, min(whole, SENT)) if buckets else 0),
     )
 
 

@@ -28,12 +28,12 @@ SMALL = 2**18
 def chosen(options: DeepSpeedOptions, anatomy: Anatomy) -> dict[str, int]:
     """Elements by option, for those that are open and have a meaning in the stage.
 
-    - reduce_bucket_size: a tenth of what is trained, and no less than the largest parameter: few reductions, the first of
-      which starts while the backward goes on. In stages 1 and 2 no less than 1 MiB, where there is so much; stage 3 has
-      it in the forward too.
+    - reduce_bucket_size: a tenth of what is trained, and no less than the largest parameter: few reductions, the first
+      of which starts while the backward goes on. In stages 1 and 2 no less than 1 MiB, where there is so much; stage 3
+      has it in the forward too.
     - stage3_param_persistence_threshold: a hundredth of the largest unit: norms and biases stay whole, and no matrix.
-    - stage3_prefetch_bucket_size: a tenth of the largest unit, one of its matrices, is gathered ahead of its use; nothing
-      where a unit has less than 1 MiB, as what is gathered is most of such a model.
+    - stage3_prefetch_bucket_size: a tenth of the largest unit, one of its matrices, is gathered ahead of its use;
+      nothing where a unit has less than 1 MiB, as what is gathered is most of such a model.
     - stage3_max_live_parameters: nothing is gathered ahead while a unit is there. It bounds nothing else.
     - stage3_max_reuse_distance: 0, so that a parameter is freed after its forward, and gathered again for the backward,
       as fully_shard does; where blocks are recomputed, twice the largest of them, so that what is gathered to recompute

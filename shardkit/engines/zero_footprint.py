@@ -201,10 +201,11 @@ class _Buckets:
             return
         if len(frozenset[int]().union(*(self._parts.of[name].ranks for name in self._pending))) > 1:
             self._replay.hold("communication", "reduced", self._elements * ITEM)
-            self._replay.drop("communication", "reduced")
         own = any(self._parts.rank in self._parts.of[name].ranks for name in self._pending)
         if own and not self._offloads:
             self._replay.hold("gradients", "kept", self._parts.kept * ITEM)
+        # gloo may let go of what it has reduced only now.
+        self._replay.drop("communication", "reduced")
         for name in self._pending:
             self._replay.drop("gradients", name)
         self._pending, self._elements = [], 0
@@ -213,7 +214,8 @@ class _Buckets:
 def _sharded(situation: Situation, workload: Workload, options: DeepSpeedOptions) -> Footprint:
     """Stage 3: a part of each parameter, padded to a multiple of the ranks; whole ones gathered around their use.
 
-    Gradients have a buffer of their own, and are copied for the step.
+    Gradients have a buffer of their own, and are copied for the step. Not counted: the inputs of frozen linear layers,
+    which DeepSpeed's own linear (runtime/zero/linear.py) keeps for the backward and torch's does not.
     """
     world, anatomy = situation.world_size, situation.anatomy
     part = {weight.name: -(-weight.numel // world) for weight in anatomy.weights}
