@@ -56,6 +56,8 @@ class PlannedModel:
         self.units = tuple(name for name, _ in find_units(model, recipe.blocks))
         recompute(blocks)
         self.joined = any(layer.mode == "exact" for layer in self.bare.applied.layers)
+        self.built = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        # Bytes of the parameters as they are made.
         self.buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
         self._data: Sample = beside._data if beside else Sample(recipe)
         self._traces: dict[tuple[int, int, torch.dtype], Trace] = {}

@@ -89,14 +89,16 @@ def _hosts(plan: Plan, rows: list[Row]) -> Iterator[str]:
         if names:
             yield f"What {listed(names)} keep in host memory is in the same memory on a CPU: in the peak, in no column."
         return
+    if found:
+        built = size(max(footprint.host_loading for _, footprint in found))
+        yield f"Each rank builds the whole model in host memory first: {built}, beside the process itself."
     said: dict[str, list[str]] = {}
     for row, footprint in found:
-        if footprint.host or footprint.host_loading:
-            amounts = f"{size(footprint.host)} ({size(footprint.host_loading)} while it starts)"
-            said.setdefault(amounts, []).append(f"{row.choice.name} on {ranks(row.choice.world_size)}")
+        if footprint.host:
+            said.setdefault(size(footprint.host), []).append(f"{row.choice.name} on {ranks(row.choice.world_size)}")
     if said:
-        words = [f"{listed(names)} {amounts}" for amounts, names in said.items()]
-        yield f"Host memory a rank, beside the process itself: {'; '.join(words)}."
+        words = [f"{listed(names)} {amount}" for amount, names in said.items()]
+        yield f"Host memory that a rank's offloaded states take: {'; '.join(words)}."
 
 
 def _batches(rows: tuple[Row, ...]) -> Iterator[str]:

@@ -280,10 +280,12 @@ class _Candidate:
 
     def footprint(self, workload: Any) -> Footprint | None:
         found = self._adapter.footprint(self._options, self.situation(workload.micro_batch_size), workload)
-        if found is not None and self._model.device == "cpu":
+        if found is None:
+            return None
+        if self._model.device == "cpu":
             # What waits in host memory waits in the device's own.
             return replace(found, peak=found.peak + found.host)
-        return found
+        return replace(found, host_loading=self._model.built)
 
     def largest(self, device: Device, ratio: float) -> int | None:
         """The largest micro-batch that fits, of those that divide the items of a rank; traced anew at the end."""

@@ -70,4 +70,6 @@ def test_no_line_is_wider_than_the_terminal(columns: int, monkeypatch: pytest.Mo
 def test_host_memory_is_told_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     found = plan_of(row("hosted", 2, footprint={"host": 3 * GIB, "host_loading": 4 * GIB}))
-    assert "hosted on 2 ranks 3 GiB (4 GiB while it starts)" in table(found, reason(found))
+    text = table(found, reason(found))
+    assert "Host memory that a rank's offloaded states take: hosted on 2 ranks 3 GiB." in text
+    assert "Each rank builds the whole model in host memory first: 4 GiB" in text
