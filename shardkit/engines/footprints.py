@@ -138,7 +138,6 @@ def fully_shard_footprint(
         buffers=workload.buffers,
         loading=workload.buffers + (0 if cpu_offload else whole + first),
         host=host,
-        host_loading=whole,
     )
 
 
