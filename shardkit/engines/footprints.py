@@ -16,7 +16,7 @@ from shardkit.engines.meaning import Situation
 
 STEP = "the optimizer's step"
 SENT = 250 * 2**20
-# In copies of so many bytes DistributedDataParallel sends parameters and buffers before it makes its buckets (torch 2.13).
+# Bytes of each copy in which DistributedDataParallel sends parameters and buffers as it is made (torch 2.13).
 
 
 def replicas_footprint(situation: Situation, workload: Workload, *, buckets: bool) -> Footprint:

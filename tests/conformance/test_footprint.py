@@ -31,7 +31,7 @@ MOMENTUM = "{_target_: torch.optim.SGD, lr: 0.1, momentum: 0.9}"
 RUNS = {
     "one": [],
     "accumulated": ["batch.micro_batch_size=4", f"optimizer={MOMENTUM}", "parameter_groups=[]"],
-    "bf16": ["train.precision=bf16-mixed", "batch.micro_batch_size=8"],
+    "bf16": ["train.precision=bf16-mixed", "batch.micro_batch_size=4"],
     "recomputed": ["activation_checkpointing=blocks"],
 }
 
