@@ -64,13 +64,17 @@ class AccelerateFsdp2Engine(Engine):
 
     @classmethod
     def footprint(cls, options: AccelerateFsdp2Options, situation: Situation, workload: Workload) -> Footprint:
-        return fully_shard_footprint(
+        found = fully_shard_footprint(
             situation,
             workload,
             reshard_after_forward=options.reshard_after_forward,
             shards=situation.world_size,
             cpu_offload=options.cpu_offload,
         )
+        # Accelerate 1.15 holds the whole parameters until all of them are shards.
+        whole = sum(weight.numel for weight in situation.anatomy.weights) * situation.stored.itemsize
+        loading = found.buffers + whole + found.parameters
+        return found if options.cpu_offload else replace(found, loading=loading)
 
     def __init__(
         self,
