@@ -69,7 +69,8 @@ class Case:
 
 def _transformer(width: int, heads: int, layers: int) -> dict[str, Any]:
     sizes = {"vocab_size": 256, "context": 64, "width": width, "heads": heads, "layers": layers}
-    return {"model": {"_target_": "shardkit.models.gpt.GPT", **sizes}}
+    batch = {"global_batch_size": 8, "micro_batch_size": 2}
+    return {"model": {"_target_": "shardkit.models.gpt.GPT", **sizes}, "batch": batch}
 
 
 VIT = {
