@@ -1,10 +1,12 @@
 """memory.json of a run: what each rank's memory was used for, counted while it trained.
 
 {"method", "ranks": [{"rank", "parameters_bytes", "masters_bytes", "gradients_bytes", "optimizer_bytes",
-"buffers_bytes", "activations_bytes", "peak_bytes", "loading_bytes", "host_bytes"}], "device"}. States are those at the
-last optimizer's step, gradients complete; the peak is that of all steps after the first, which makes the optimizer's
-state. Loading goes from the bare model on the device to the first step. Activations are what of the peak is no state.
-Device is how fast the ranks' devices are, measured at the end (`shardkit.speed`).
+"buffers_bytes", "activations_bytes", "peak_bytes", "lowest_peak_bytes", "loading_bytes", "host_bytes"}], "device"}.
+States are those at the last optimizer's step, gradients complete; the peak is that of all steps after the first, which
+makes the optimizer's state, and the lowest that of the step among them that needed least: gloo's threads let go of
+buffers when they come to it, so that equal steps peak differently. Loading goes from the bare model on the device to
+the first step. Activations are what of the peak is no state. Device is how fast the ranks' devices are, measured at the
+end (`shardkit.speed`).
 On a CPU every tensor is counted from its making to its end (`shardkit.memory.Lifetimes`), which slows a run down and
 changes no number of it; on CUDA the numbers are the allocator's.
 """
@@ -42,7 +44,7 @@ class Ledger:
         self._world = world
         self._alive: Lifetimes | None = None
         self._states: dict[str, int] = {}
-        self._peak = self._loading = 0
+        self._peak = self._lowest = self._loading = 0
         self._steps = 0
         self._looked = -1
         # The step in which the states were looked at.
@@ -71,6 +73,7 @@ class Ledger:
         self._steps += 1
         taken = self._taken()
         if self._steps > 1:
+            self._lowest = min(self._lowest or taken, taken)
             self._peak = max(self._peak, taken)
 
     def close(self) -> None:
@@ -88,6 +91,7 @@ class Ledger:
             **states,
             "activations_bytes": max(0, self._peak - sum(states.values())),
             "peak_bytes": self._peak,
+            "lowest_peak_bytes": self._lowest,
             "loading_bytes": self._loading,
             "host_bytes": metrics.memory_bytes("cpu"),
         }

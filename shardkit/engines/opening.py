@@ -13,7 +13,7 @@ from shardkit.engines.activations import KEY, chosen_blocks, recompute, recomput
 from shardkit.engines.api import Engine, EngineSettings, MakeOptimizer, NamedParameters, Precision, Traits
 from shardkit.engines.checks import constant_refusal, optimizer_refusal, refusals
 from shardkit.engines.names import tied_names
-from shardkit.engines.start import same_start
+from shardkit.engines.start import NOTHING_TRAINED, same_start, take_inputs_as
 from shardkit.engines.units import find_units
 from shardkit.errors import BackendError
 from shardkit.normalization.logical_batch import LogicalBatch
@@ -83,7 +83,7 @@ def open_engine(
             "`python -m shardkit.launch` or `torchrun`, or enter `shardkit.join()` first"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise BackendError("the model has no parameter that requires a gradient; nothing can be trained")
+        raise BackendError(NOTHING_TRAINED)
     if blocks:
         # Also where they are not used: a typo must not wait for another backend to be found.
         find_units(model, blocks)
@@ -93,6 +93,8 @@ def open_engine(
         raise BackendError(f"{KEY}: {refused}")
     chosen_blocks(model, blocks, activation_checkpointing)
     same_start(model, world)
+    if precision == "bf16-true":
+        take_inputs_as(model, torch.bfloat16)
     settings = EngineSettings(
         world=world,
         max_grad_norm=max_grad_norm,

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from shardkit.errors import BackendError
 from shardkit.world import World
+
+NOTHING_TRAINED = "the model has no parameter that requires a gradient; nothing can be trained"
 
 
 @torch.no_grad()
@@ -35,6 +38,22 @@ def same_start(model: nn.Module, world: World) -> None:
 
 def _shown(entry: tuple[Any, ...] | None) -> str:
     return f"{entry[0]} {entry[1]} {entry[2]}" if entry else "nothing there"
+
+
+def take_inputs_as(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have `model` cast the floating-point tensors it is called with, as its parameters are of that dtype.
+
+    Inside tuples, lists and mappings; targets, which go past the model, stay as they are.
+    """
+
+    def cast(_model: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any]:
+        return tree_map(lambda x: x.to(dtype) if _is_floating(x) else x, (arguments, named))
+
+    model.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def check_parameters(model: nn.Module, dtypes: Sequence[torch.dtype] = ()) -> None:

@@ -18,7 +18,7 @@ from shardkit.planning.plan import Plan, Row
 from shardkit.planning.reason import named
 from shardkit.recipe.schema import Recipe
 
-COUNTED, TIMED = 3, 6
+COUNTED, TIMED = 4, 6
 # Steps of a run whose memory is counted, and of one that is timed: on a CPU counting slows a run down.
 FEWEST_CPUS = 2
 # So many ranks are run on any machine.

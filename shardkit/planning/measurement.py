@@ -63,6 +63,10 @@ def read(row: Row, counted: Path, timed: Path) -> Measurement:
     ranks = facts["ranks"]
     fullest = max(ranks, key=lambda rank: rank["peak_bytes"])
     parts = {part: fullest[f"{part}_bytes"] for part in PARTS if part != "host"}
+    # Of equal steps, the one in which no buffer was let go of late.
+    late = parts["peak"] - fullest.get("lowest_peak_bytes", parts["peak"])
+    parts["peak"] -= late
+    parts["activations"] = max(0, parts["activations"] - late)
     parts["host"] = max(rank["host_bytes"] for rank in ranks)
     return Measurement(row=row, parts=parts, seconds=step_seconds(timed), device=facts.get("device") or {})
 

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from shardkit.engines.activations import recompute, recomputed_blocks
 from shardkit.engines.anatomy import Anatomy, anatomy
 from shardkit.engines.footprint import Event, OptimizerNeeds, Piece, Trace
+from shardkit.engines.start import NOTHING_TRAINED, take_inputs_as
 from shardkit.engines.units import find_units
+from shardkit.errors import BackendError
 from shardkit.losses import Loss, adapt
 from shardkit.planning.optimizing import optimizer_needs
 from shardkit.planning.sample import Sample
@@ -50,6 +53,10 @@ class PlannedModel:
         # Policy auto is taken as for several ranks and micro-batches.
         self.bare: Bare = bare_model(loaded, world_size=2, accumulation=2)
         model = self.bare.model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise BackendError(NOTHING_TRAINED)
+        if recipe.train.precision == "bf16-true":
+            take_inputs_as(model, torch.bfloat16)
         blocks = recomputed_blocks(model, recipe.normalization, recipe.blocks, recipe.activation_checkpointing)
         groups = optimizer_groups(model, recipe)
         self.anatomy: Anatomy = anatomy(model, recipe.blocks, groups, [block for block, _ in blocks])
@@ -84,6 +91,12 @@ class PlannedModel:
         Raises:
             Exception: whatever the data, the model or the loss raises on fake tensors.
         """
+        recurrent = next((n for n, m in self.bare.model.named_modules() if isinstance(m, nn.RNNBase)), None)
+        if recurrent is not None:
+            raise BackendError(
+                f"{recurrent or 'the model'!r} is a recurrent layer of torch, whose kernels keep workspaces that no "
+                "trace sees (60 % of a peak was missing); `--measure` runs it"
+            )
         key = (micro_batch_size, joined, stored)
         if key not in self._traces:
             self._traces[key] = trace(

@@ -12,13 +12,15 @@ from shardkit.engines import registry
 from shardkit.engines.checks import check_backend
 from shardkit.engines.footprint import Footprint, Trace
 from shardkit.engines.meaning import Situation, meaning_of
+from shardkit.engines.start import check_parameters
 from shardkit.engines.swapped import with_backend
-from shardkit.errors import RecipeError, RequestError
+from shardkit.errors import BackendError, RecipeError, RequestError
 from shardkit.planning import ladder
 from shardkit.planning.device import Device
 from shardkit.planning.duration import Duration, duration
 from shardkit.planning.ladder import Choice
 from shardkit.planning.model import PlannedModel, PlannedWorkload
+from shardkit.planning.why import why
 from shardkit.recipe.build import check_options, make_options
 from shardkit.recipe.load import Loaded
 
@@ -126,6 +128,9 @@ def plan(loaded: Loaded, wanted: Wanted, models: Models | None = None) -> Plan:
     rows = [row for size in wanted.world_sizes for row in _rows(models, wanted, size)]
     rows.sort(key=lambda row: row.cost)
     fitting = [row for row in rows if row.fits]
+    recomputes = bool(fitting) and fitting[0].choice.activation_checkpointing is not None
+    # Recomputing what fits as it is only costs.
+    others = [row for row in fitting[1:] if recomputes or row.choice.activation_checkpointing is None]
     bare = models.of(None)
     return Plan(
         loaded=loaded,
@@ -134,7 +139,7 @@ def plan(loaded: Loaded, wanted: Wanted, models: Models | None = None) -> Plan:
         built_on=bare.bare.built_on,
         rows=tuple(rows),
         recommended=fitting[0] if fitting else None,
-        runner_up=fitting[1] if len(fitting) > 1 else None,
+        runner_up=others[0] if others else None,
     )
 
 
@@ -201,8 +206,13 @@ def _row(models: Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes: 
         return Row(choice=choice, refused=str(error))
     options = make_options(backend, adapter.Options)
     traits = adapter.describe(options)
-    accumulation, note = _accumulation(loaded, choice.world_size)
     device = wanted.device_of(choice.world_size)
+    if traits.shards:
+        try:
+            check_parameters(model.bare.model)
+        except BackendError as error:
+            return Row(choice=choice, refused=str(error), memory=device.memory)
+    accumulation, note = _accumulation(loaded, choice.world_size)
     row = Row(
         choice=choice,
         memory=device.memory,
@@ -218,12 +228,12 @@ def _row(models: Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes: 
         flops = workload.trace(candidate.situation(workload.micro_batch_size).stored).flops
         unknown = ""
     except Exception as error:  # whatever a model, its data or its loss raise on fake tensors
-        flops, unknown = 0, _why(error)
+        flops, unknown = 0, why(error)
         workload = _Untraced(model=model, micro_batch_size=workload.micro_batch_size)
     try:
         footprint = candidate.footprint(workload)
     except Exception as error:  # whatever an optimizer of the user's raises that looks at its numbers
-        return replace(row, unknown=f"the optimizer cannot be tried: {_why(error)}")
+        return replace(row, unknown=f"the optimizer cannot be tried: {why(error)}")
     if footprint is None:
         return replace(row, unknown=f"the adapter {backend.adapter!r} does not say what it needs")
     situation = candidate.situation(workload.micro_batch_size)
@@ -350,11 +360,6 @@ def _with_options(loaded: Loaded, choice: Choice) -> Loaded:
 def _computed(precision: str) -> str:
     """Of matrix products."""
     return precision.partition("-")[0]
-
-
-def _why(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 __all__ = ["Choice", "Plan", "Row", "Wanted", "needed", "plan"]

@@ -7,6 +7,7 @@ operators make (`shardkit.memory.Lifetimes`), as when a run is measured on a CPU
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -52,6 +53,10 @@ def trace(
     with ExitStack() as entered:
         fake = entered.enter_context(_faked(model, mode, stored))
         entered.enter_context(mode)
+        # It logs a traceback of its own for what is raised here.
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        entered.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
         given = mapped(batch, _faker(mode))
         alive = _Counted("cpu")
         recorder = _Recorder(alive)
