@@ -39,7 +39,9 @@ def launch(context: typer.Context) -> None:
 def plan(
     recipe: Annotated[str, typer.Argument(help="path of the recipe")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="settings over it")] = None,
-    backends: Annotated[str, typer.Option(metavar="A,B,C", help="by default those that shard by themselves")] = "",
+    backends: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="by default those that shard by themselves")
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="in devices/, or `measured`; by default what this machine has"),
@@ -72,7 +74,7 @@ def plan(
         asked = command.Asked(
             recipe=recipe,
             overrides=overrides or [],
-            backends=_split(backends),
+            backends=None if backends is None else _split(backends),
             device=device,
             device_memory=device_memory,
             world_sizes=world_sizes,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 from shardkit.engines import registry
 from shardkit.errors import RequestError
 from shardkit.pages.page import NEEDS, can_draw
-from shardkit.planning.device import Device, load_device, parse_bytes
+from shardkit.planning.amount import ranks
+from shardkit.planning.device import UNIT_MISSING, Device, load_device, parse_bytes, why_little
 from shardkit.recipe.backend import load_backend
 from shardkit.recipe.load import Loaded, load
 
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from shardkit.planning.planned import Planned
 
 Found = TypeVar("Found")
+SUFFIXES = {"--plot": (".png",), "--html": (".html", ".htm"), "--write": (".yaml", ".yml")}
+AS_LAUNCHED = "launch.nproc_per_node=auto"
+# Over a recipe whose own number of processes is not the one that is planned.
 MEASURED = "measured"
 # The name of the device that `--measure` wrote.
 Processes = Callable[[Loaded, str], int]
@@ -34,7 +41,8 @@ class Asked:
 
     recipe: str
     overrides: Sequence[str] = ()
-    backends: Sequence[str] = ()
+    backends: Sequence[str] | None = None
+    # None = those that shard by themselves.
     device: str | None = None
     # A name in devices/, a path, or `measured`; None = this machine's.
     device_memory: str | None = None
@@ -59,6 +67,8 @@ class Request:
     """The command line, understood."""
 
     loaded: Loaded
+    overrides: Sequence[str]
+    # It was loaded with.
     device: Device | None
     # None = this machine's.
     memory: int | None
@@ -92,29 +102,46 @@ def _files(found: Planned, asked: Asked, request: Request) -> Iterator[str]:
         from shardkit.planning.plot import plot
         from shardkit.planning.table import shown
 
-        asked.plot.parent.mkdir(parents=True, exist_ok=True)
         drawn = bars(found.plan, shown(found.plan, every=found.every), found.measured)
-        plot(drawn, asked.plot, f"Plan of {found.plan.loaded.recipe.name} on {found.plan.device.name}")
+        with _writing("--plot", asked.plot):
+            asked.plot.parent.mkdir(parents=True, exist_ok=True)
+            plot(drawn, asked.plot, f"Plan of {found.plan.loaded.recipe.name} on {found.plan.device.name}")
         yield str(asked.plot)
     if asked.html is not None:
         from shardkit.planning.html import page
 
-        asked.html.parent.mkdir(parents=True, exist_ok=True)
-        asked.html.write_text(page(found, asked.command), encoding="utf-8")
+        text = page(found, asked.command)
+        with _writing("--html", asked.html):
+            asked.html.parent.mkdir(parents=True, exist_ok=True)
+            asked.html.write_text(text, encoding="utf-8")
         yield str(asked.html)
     if asked.write is not None:
         from shardkit.planning.write import write
 
-        more = write(
-            found.plan,
-            found.reason,
-            recipe=asked.recipe,
-            overrides=asked.overrides,
-            path=asked.write,
-            # What a launch starts by itself needs no number.
-            processes=bool(request.world_sizes) and (asked.nodes or 1) == 1,
-        )
+        with _writing("--write", asked.write):
+            more = write(
+                found.plan,
+                found.reason,
+                recipe=asked.recipe,
+                overrides=request.overrides,
+                path=asked.write,
+                # What a launch starts by itself needs no number.
+                processes=bool(request.world_sizes) and (asked.nodes or 1) == 1,
+            )
         yield f"{asked.write}{f' ({more})' if more else ''}"
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    """Say what keeps a file from being written, if something does."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(_cannot(option, path, error)) from error
+
+
+def _cannot(option: str, path: Path, error: OSError) -> str:
+    return f"{option} {str(path)!r} cannot be written: {error.strerror or error}"
 
 
 def understood(asked: Asked) -> Request:
@@ -132,8 +159,11 @@ def understood(asked: Asked) -> Request:
             problems.extend(str(error).splitlines())
         return None
 
-    loaded = tried(lambda: load(asked.recipe, asked.overrides, options_of=registry.options_of))
-    for name in asked.backends:
+    overrides = [*asked.overrides, *([] if asked.world_sizes is None else [AS_LAUNCHED])]
+    loaded = tried(lambda: load(asked.recipe, overrides, options_of=registry.options_of))
+    if asked.backends is not None and not asked.backends:
+        problems.append("--backends names none; expected A,B,C")
+    for name in asked.backends or ():
         if loaded is None or name != loaded.recipe.backend.name:
             tried(partial(_known, name))
     device = tried(lambda: device_named(asked.device))
@@ -141,10 +171,13 @@ def understood(asked: Asked) -> Request:
     sizes = tried(lambda: _sizes(asked.world_sizes))
     if asked.nodes is not None and asked.nodes < 1:
         problems.append(f"--nodes {asked.nodes} is no number of nodes; expected 1 or more")
+    for count in sizes or ():
+        if count < (asked.nodes or 1):
+            problems.append(f"--nodes {asked.nodes}: {ranks(count)} (--world-sizes) cannot lie on so many")
     problems += _wrong_files(asked)
     if problems or loaded is None:
         raise RequestError("\n".join(problems))
-    return Request(loaded=loaded, device=device, memory=memory, world_sizes=sizes or ())
+    return Request(loaded=loaded, overrides=overrides, device=device, memory=memory, world_sizes=sizes or ())
 
 
 def device_named(name: str | None) -> Device | None:
@@ -181,8 +214,8 @@ def _memory(text: str | None) -> int | None:
         found = parse_bytes(text)
     except ValueError:
         raise RequestError(f"--device-memory {text!r} is no amount of memory; expected 80GiB or 512MiB") from None
-    if found < 1:
-        raise RequestError(f"--device-memory {text!r} holds nothing; expected more than 0")
+    if found < UNIT_MISSING:
+        raise RequestError(f"--device-memory {text!r}: {why_little(found)}")
     return found
 
 
@@ -197,15 +230,29 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
 
 def _wrong_files(asked: Asked) -> list[str]:
     problems = []
-    for option, path in (("--plot", asked.plot), ("--html", asked.html), ("--write", asked.write)):
+    files = {"--plot": asked.plot, "--html": asked.html, "--write": asked.write}
+    seen: dict[Path, str] = {}
+    for option, path in files.items():
         if path is None:
             continue
+        other = seen.setdefault(path.resolve(), option)
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if other != option:
+            problems.append(f"{option} {str(path)!r} is the file of {other} too; give another name")
+        if path.suffix.lower() not in SUFFIXES[option]:
+            problems.append(f"{option} {str(path)!r} does not end in {' or '.join(SUFFIXES[option])}")
         if path.is_dir():
             problems.append(f"{option} {str(path)!r} is a folder; expected a file to write")
-        elif not next(parent for parent in path.absolute().parents if parent.exists()).is_dir():
+        elif os.path.lexists(path):
+            problems.append(f"{option} {str(path)!r} is there already, and is not written over; give a new name")
+        elif not folder.is_dir():
             problems.append(f"{option} {str(path)!r}: a file is where a folder should be")
-    if asked.write is not None and asked.write.is_file():
-        problems.append(f"--write {str(asked.write)!r} is there already, and is not written over; give a new name")
+        else:
+            try:
+                # What may be written is not always what permissions say.
+                tempfile.TemporaryFile(dir=folder).close()
+            except OSError as error:
+                problems.append(_cannot(option, path, error))
     if asked.plot is not None and importlib.util.find_spec("matplotlib") is None:
         problems.append("--plot needs matplotlib, which is not installed. pip install 'shardkit[plots]'")
     if asked.html is not None and not can_draw():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -12,8 +13,16 @@ import yaml
 
 from shardkit import shipped
 from shardkit.errors import RequestError
+from shardkit.planning.amount import size
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+PRECISIONS = ("fp32", "bf16", "fp16")
+# Of matrix products.
+BANDWIDTHS = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth")
+REQUIRED = ("memory", "flops", *BANDWIDTHS)
+# Of a device's file.
+UNIT_MISSING = 2**20
+# No device has less memory: such a number has lost its unit.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +39,7 @@ class Device:
     margin: float = 0.1
     # Part of a predicted peak that is kept free beside it: for fragmentation, and for what the plan does not see.
     flops: Mapping[str, float] = field(default_factory=dict)
-    # Precision of matrix products (fp32, bf16, fp16) -> floating-point operations a second at best.
+    # Precision of matrix products -> floating-point operations a second at best.
     efficiency: float = 0.4
     # Part of it that a model reaches.
     memory_bandwidth: float = 0.0
@@ -54,9 +63,24 @@ class Device:
         for name in ("efficiency", "overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 yield name, f"{getattr(self, name)} is no part of the whole; expected 0 to 1"
-        for name in ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth"):
+        for name in BANDWIDTHS:
             if not getattr(self, name) > 0:
-                yield name, f"{getattr(self, name)} is too small; expected more than 0"
+                yield name, f"{getattr(self, name):g} {_too_small(getattr(self, name))}; expected more than 0"
+        for precision, number in self.flops.items():
+            if precision not in PRECISIONS:
+                yield "flops", f"{precision!r} is no known precision; expected {', '.join(PRECISIONS)}"
+            if not number > 0:
+                yield "flops", f"{precision}: {number:g} {_too_small(number)}; expected more than 0"
+        if not self.flops:
+            yield "flops", f"names no precision; expected some of {', '.join(PRECISIONS)}"
+        if self.memory < UNIT_MISSING:
+            yield "memory", why_little(self.memory)
+        if self.reserved < 0:
+            yield "reserved", f"{self.reserved} is negative; expected 0 or more"
+        elif 0 < self.memory <= self.reserved:
+            yield "reserved", f"{size(self.reserved)} of {size(self.memory)} of memory leave nothing; expected less"
+        if self.devices_per_node < 1:
+            yield "devices_per_node", f"{self.devices_per_node} is no number of devices; expected 1 or more"
 
     def with_memory(self, memory: int) -> Device:
         """The same with more or less memory, in bytes."""
@@ -90,11 +114,14 @@ def _device(path: Path, values: dict[str, Any]) -> Device:
     problems = [
         f"{key} is no property of a device; expected {', '.join(sorted(known))}" for key in values.keys() - known
     ]
+    problems += [f"{key}: is missing" for key in REQUIRED if values.get(key) is None]
     read: dict[str, Any] = {"name": path.stem}
     for key in values.keys() & known:
+        if values[key] is None:
+            continue
         try:
             read[key] = _read(key, values[key])
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             problems.append(f"{key}: {error}")
     if not problems:
         device = Device(**read)
@@ -108,12 +135,27 @@ def _read(key: str, value: Any) -> Any:
     if key in ("name", "kind"):
         return str(value)
     if key == "flops":
+        if not isinstance(value, dict):
+            raise ValueError(f"{value!r} is no mapping; expected operations a second by precision: {{bf16: 989T}}")
         return {str(precision): quantity(str(number)) for precision, number in value.items()}
     if key in ("memory", "reserved"):
         return parse_bytes(value)
     if key == "devices_per_node":
-        return int(value)
-    return float(value) if isinstance(value, int | float) else quantity(str(value))
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{value!r} is no whole number")
+        return value
+    return quantity(str(value))
+
+
+def _too_small(number: float) -> str:
+    return "is negative" if number < 0 else "is too small"
+
+
+def why_little(memory: int) -> str:
+    """Why so few bytes are no memory of a device."""
+    if memory < 1:
+        return f"{memory} bytes are {'negative' if memory else 'none'}; expected more than 0"
+    return f"{memory} bytes are too few; is the unit missing, as in 80GiB?"
 
 
 def quantity(text: str) -> float:
@@ -122,10 +164,15 @@ def quantity(text: str) -> float:
     Raises:
         ValueError: it is none.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?\d+)?)\s*([kKMGT]i?)?(B|FLOP|FLOPS)?(/s)?\s*", text)
+    found = re.fullmatch(
+        r"\s*(-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([kKMGT]i?)?(B|FLOP|FLOPS)?(/s)?\s*", text, re.ASCII
+    )
     if not found:
         raise ValueError(f"{text!r} is no quantity; expected a number with a unit, as 989T, 900GB/s or 80GiB")
-    return float(found[1]) * _UNITS[(found[2] or "").lower()]
+    number = float(found[1]) * _UNITS[(found[2] or "").lower()]
+    if not math.isfinite(number):
+        raise ValueError(f"{text!r} is more than any device has")
+    return number
 
 
 def parse_bytes(value: Any) -> int:
@@ -134,4 +181,4 @@ def parse_bytes(value: Any) -> int:
     Raises:
         ValueError: it is none.
     """
-    return int(value) if isinstance(value, int) and not isinstance(value, bool) else int(quantity(str(value)))
+    return int(quantity(str(value)))

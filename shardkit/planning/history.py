@@ -19,6 +19,7 @@ import yaml
 from shardkit.planning.amount import listed
 from shardkit.planning.device import Device
 from shardkit.planning.measurement import Measurement
+from shardkit.planning.plan import BLOCKS
 from shardkit.recipe.load import Loaded
 
 
@@ -44,6 +45,16 @@ class Kept:
     dates: tuple[str, ...] = ()
 
     @property
+    def applied(self) -> dict[str, float]:
+        """Also of choices with recomputed blocks, which without a ratio of their own have that of the same without.
+
+        What a prediction misses is much the same in both, and a choice that is corrected looks dearer beside one that
+        is not.
+        """
+        recomputed = {f"{name}, activation_checkpointing={BLOCKS}": ratio for name, ratio in self.ratios.items()}
+        return {**recomputed, **self.ratios}
+
+    @property
     def says(self) -> str:
         """The sentence for the reader of a plan."""
         if not self.ratios:
@@ -51,7 +62,8 @@ class Kept:
         said = [f"{name.replace(', ', ' with ', 1)} x {ratio:.3f}" for name, ratio in self.ratios.items()]
         when = " to ".join(dict.fromkeys((min(self.dates), max(self.dates)))) if self.dates else "an unknown date"
         return (
-            f"Peaks are corrected by what was measured on this model on {when}: {listed(said)}; "
+            f"Peaks are corrected by what was measured on this model on {when}: {listed(said)} "
+            "(with recomputed blocks too, where those were not measured); "
             "--no-correction leaves it out."
         )
 

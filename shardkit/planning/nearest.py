@@ -106,7 +106,8 @@ def _more_ranks(plan: Plan, row: Row) -> Nearest | None:
 
 
 def _other_device(row: Row, here: Sequence[Row], devices: Sequence[Device]) -> Nearest | None:
-    known = [other for other in (row, *here) if other.needs is not None]
+    # Where activations are not known, it takes more than `needs`.
+    known = [other for other in (row, *here) if other.needs is not None and not other.unknown]
     if not known:
         return None
     least = min(known, key=lambda other: other.needs or 0)

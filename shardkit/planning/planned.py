@@ -82,11 +82,11 @@ def planned(asked: Asked, request: Request, processes: Processes) -> Planned:
         device=device,
         world_sizes=sizes,
         nodes=asked.nodes,
-        backends=tuple(dict.fromkeys(asked.backends)),
-        ratios=kept.ratios,
+        backends=tuple(dict.fromkeys(asked.backends or ())),
+        ratios=kept.applied,
         shared_memory=shared,
     )
-    found = plan(loaded, wanted)
+    found = _noted(plan(loaded, wanted), asked.nodes)
     corrected = any(row.ratio != 1.0 for row in found.rows)
     return Planned(
         plan=found,
@@ -118,6 +118,23 @@ def measured(found: Planned, asked: Asked) -> Planned:
     written = [kept] if device is None else [kept, history.keep_device(device)]
     print(f"shardkit: kept for later plans in {', '.join(map(str, written))}", file=sys.stderr)
     return replace(found, measured={key_of(each.row): each for each in results})
+
+
+def _noted(plan: Plan, nodes: int | None) -> Plan:
+    """The same, with a note on numbers of ranks that are not shared out evenly."""
+    uneven = [row for row in plan.rows if row.choice.world_size % (nodes or 1)]
+    note = f"not as many on each of {nodes} nodes, so that a launch starts another number of ranks"
+    changed = {id(row): replace(row, note="; ".join(filter(None, [row.note, note]))) for row in uneven}
+
+    def new(row: Row) -> Row:
+        return changed.get(id(row), row)
+
+    return replace(
+        plan,
+        rows=tuple(map(new, plan.rows)),
+        recommended=plan.recommended and new(plan.recommended),
+        runner_up=plan.runner_up and new(plan.runner_up),
+    )
 
 
 def _says(here: Machine | None, request: Request) -> str:

@@ -38,12 +38,19 @@ def reason(plan: Plan, devices: Sequence[Device] = ()) -> Reason:
         plan: the plan.
         devices: those to name where nothing fits.
     """
-    known = [row for row in plan.rows if row.fits is not None]
-    if not known:
-        return Reason(why="Nothing is recommended: of no backend is it known what it needs.", beside="")
-    if plan.recommended is None:
+    if plan.recommended is not None:
+        return Reason(why=_why(plan, plan.recommended), beside=_runner_up(plan, plan.recommended))
+    known = [row for row in plan.rows if row.fits is not None and not row.unknown]
+    if known:
         return _nothing_fits(plan, known, devices)
-    return Reason(why=_why(plan, plan.recommended), beside=_runner_up(plan.recommended, plan.runner_up))
+    accepted = [row for row in plan.rows if not row.refused]
+    why = "Nothing is recommended: of no backend is it known what it needs."
+    if not accepted:
+        why = "Nothing is recommended: every backend refuses the recipe."
+    elif all(row.fits is False for row in accepted):
+        closest = min(accepted, key=_over)
+        why = f"Nothing fits: the nearest, {named(closest)}, needs {_needed(closest)} of {size(closest.memory)}."
+    return Reason(why=why, beside="")
 
 
 def named(row: Row, beside: Row | None = None) -> str:
@@ -65,15 +72,18 @@ def _why(plan: Plan, row: Row) -> str:
     # The nearest on the ladder; with recomputation only where that is recommended too.
     bare = [o for o in lacking if o.choice.activation_checkpointing == row.choice.activation_checkpointing]
     told = (bare or lacking)[-TOLD:]
-    words = [f"{named(o, row)} would need {size(o.needs or 0)} ({size(_over(o))} over)" for o in told]
+    words = [f"{named(o, row)} would need {_needed(o)} ({size(_over(o))} over)" for o in told]
     rest = len(lacking) - len(told)
     more = f"; {rest} more that would be cheaper do not fit either" if rest else ""
     return f"{named(row)} is {cheapest}: {fits}, while {listed(words)}{more}."
 
 
-def _runner_up(first: Row, second: Row | None) -> str:
+def _runner_up(plan: Plan, first: Row) -> str:
+    second = plan.runner_up
     if second is None:
-        return "Nothing else fits."
+        # Recomputing what fits as it is only costs.
+        others = any(row.fits for row in plan.rows if row is not first)
+        return "Nothing else fits, but with recomputed activations." if others else "Nothing else fits."
     costs = _costs(first, second)
     said = listed(costs) if costs else "costs as much"
     return f"The runner-up, {named(second, first)}, needs {size(second.needs or 0)} and {said}."
@@ -116,6 +126,11 @@ def _nothing_fits(plan: Plan, known: Sequence[Row], devices: Sequence[Device]) -
     )
     beside = f"It fits {found.says}." if found else "No setting that was looked at makes it fit."
     return Reason(why=why, beside=beside, nearest=found)
+
+
+def _needed(row: Row) -> str:
+    """Where activations are not known, what is needed without them."""
+    return f"{'at least ' if row.unknown else ''}{size(row.needs or 0)}"
 
 
 def _over(row: Row) -> int:

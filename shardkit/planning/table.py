@@ -105,7 +105,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column(head="activations", group="estimate", cell=at_peak("activations")),
         Column(head="comm.", group="estimate", cell=at_peak("communication")),
         Column(head="peak", group="estimate", cell=lambda row: amount(row.peak, unit)),
-        Column(head="needs", group="", cell=lambda row: amount(row.needs, unit)),
+        Column(head="needs", group="", cell=lambda row: _at_least(row, amount(row.needs, unit))),
         Column(head="fits", group="", cell=_fits),
         Column(head="micro", group="", cell=_largest),
         Column(head="moved", group="a step", cell=_moved),
@@ -201,7 +201,12 @@ def _fits(row: Row) -> str:
     if row.needs is None:
         return ABSENT
     left = row.memory - row.needs
-    return f"{size(left)} free" if left >= 0 else f"{size(-left)} over"
+    return f"{size(left)} free" if left >= 0 else _at_least(row, f"{size(-left)} over")
+
+
+def _at_least(row: Row, text: str) -> str:
+    """Where activations are not known, what is needed without them."""
+    return f"at least {text}" if row.unknown and text != ABSENT else text
 
 
 def _largest(row: Row) -> str:

@@ -86,7 +86,7 @@ def _needs(row: Row, micro_batch_size: int | None) -> str:
 def _target(loaded: Loaded, row: Row, micro_batch_size: int | None, *, processes: bool) -> Recipe:
     """The recipe as the copy has to read."""
     recipe, choice = loaded.recipe, row.choice
-    backend = with_backend(loaded, choice.backend).recipe.backend
+    backend = with_backend(loaded, choice.backend, where_known=True).recipe.backend
     settings = row.footprint.settings if row.footprint else {}
     backend = replace(backend, options={**backend.options, **choice.options, **settings})
     total = row.micro_batch_size * row.accumulation * choice.world_size

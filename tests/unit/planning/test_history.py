@@ -50,6 +50,13 @@ def test_a_later_measurement_replaces_an_earlier_one_and_the_highest_counts() ->
     assert kept.ratios == {"ddp": 1.0} and "ddp x 1.000" in kept.says and "--no-correction" in kept.says
 
 
+def test_recomputed_blocks_have_the_ratio_of_the_same_without() -> None:
+    history.keep(loaded(), "cpu", [measured("ddp", 3 * GIB)])
+    assert history.recall(loaded(), "cpu").applied == {"ddp": 1.5, row("ddp", 2, recompute=True).choice.name: 1.5}
+    own = history.Kept(ratios={"ddp": 1.5, row("ddp", 2, recompute=True).choice.name: 1.1})
+    assert own.applied[row("ddp", 2, recompute=True).choice.name] == 1.1
+
+
 def test_a_run_that_failed_is_not_kept_and_a_broken_file_says_nothing() -> None:
     path = history.keep(loaded(), "cpu", [Measurement(row=row("ddp", 2), error="no memory")])
     assert history.recall(loaded(), "cpu").ratios == {} and history.recall(loaded(), "cpu").says == ""

@@ -45,6 +45,13 @@ def test_what_a_launch_would_start_is_planned() -> None:
     assert {row.choice.world_size for row in alone.plan.rows} == {1}
 
 
+def test_ranks_that_nodes_have_unequally_many_of_are_told() -> None:
+    found, _ = plan(world_sizes="2,3", nodes=2)
+    notes = {row.choice.world_size: row.note for row in found.plan.rows}
+    assert "not as many on each of 2 nodes" in notes[3] and notes[2] == ""
+    assert any(row is found.plan.recommended for row in found.plan.rows)
+
+
 def test_memory_that_is_given_is_that_of_a_rank() -> None:
     found, _ = plan(device_memory="3GiB", world_sizes="1,4")
     assert {row.memory for row in found.plan.rows} == {3 * GIB}

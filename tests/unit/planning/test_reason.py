@@ -43,6 +43,29 @@ def test_what_is_not_known_is_not_called_dearer() -> None:
     assert "of no backend is it known" in reason(plan_of(row("dark", None))).why
 
 
+def test_where_all_refuse_that_is_told() -> None:
+    refuses = replace(row("first", None), unknown="", refused="not this one")
+    assert reason(plan_of(refuses)).why == "Nothing is recommended: every backend refuses the recipe."
+    assert "of no backend is it known" in reason(plan_of(refuses, row("dark", None))).why
+
+
+def test_what_is_needed_without_activations_is_at_least_needed() -> None:
+    dark = replace(row("dark", None, rung=0), needs=12 * GIB, fits=False)
+    found = reason(plan_of(dark), [ROOMY])
+    assert found.why == "Nothing fits: the nearest, dark on 2 ranks, needs at least 12 GiB of 10 GiB."
+    assert found.beside == "" and found.nearest is None
+    assert "dark would need at least 12 GiB (2 GiB over)" in reason(plan_of(dark, row("first", 4))).why
+    short = row("first", 14, largest=0)
+    found = reason(plan_of(dark, short), [ROOMY])
+    assert found.why.startswith("Nothing fits: the nearest, first on 2 ranks, needs 14 GiB")
+    assert found.beside == "It fits on devices of 14 GiB or more, as roomy."
+
+
+def test_recomputing_what_fits_is_no_runner_up() -> None:
+    plan = plan_of(row("first", 4), row("first", 3, recompute=True))
+    assert reason(replace(plan, runner_up=None)).beside == "Nothing else fits, but with recomputed activations."
+
+
 def test_no_more_than_three_are_told() -> None:
     rows = [row(f"no{number}", 12 + number, rung=number) for number in range(5)]
     found = reason(plan_of(*rows, row("yes", 1, rung=5)))

@@ -105,6 +105,12 @@ def test_settings_of_the_command_line_are_in_the_copy(recipe: Path) -> None:
     assert changed == {} and said == "" and "max_steps: 7" in text and "# digits" in text
 
 
+def test_options_of_the_command_line_are_written_for_a_backend_that_has_them(recipe: Path) -> None:
+    overrides = ("backend.options.bucket_cap_mb=3",)
+    text, _, said = written(recipe, row("fsdp2", 2), overrides=overrides)
+    assert said == "" and "bucket_cap_mb" not in text and "fsdp2" in text
+
+
 def test_nothing_is_written_where_nothing_fits_or_something_is_there(recipe: Path) -> None:
     with pytest.raises(RequestError, match="nothing to write"):
         written(recipe, row("ddp", 12, largest=0))
