@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardkit.planning.plan import Plan, Row
 from shardkit.planning.reason import reason
-from shardkit.planning.table import by_world_size, shown, table
+from shardkit.planning.table import by_world_size, columns, shown, table
 from tests.unit.planning.rows import GIB, plan_of, row
 
 
@@ -73,3 +75,9 @@ def test_host_memory_is_told_for_devices(monkeypatch: pytest.MonkeyPatch) -> Non
     text = table(found, reason(found))
     assert "Host memory that a rank's offloaded states take: hosted on 2 ranks 3 GiB." in text
     assert "Each rank builds the whole model in host memory first: 4 GiB" in text
+
+
+def test_what_is_needed_without_activations_is_at_least_needed() -> None:
+    dark = replace(row("dark", 12), unknown="no trace")
+    cells = {column.head: column.cell(dark) for column in columns([dark])}
+    assert cells["needs"] == "at least 12.0" and cells["fits"] == "at least 2 GiB over" and cells["peak"] == "-"
