@@ -34,7 +34,7 @@ def told(folder: RunFolder, cause: Failure, world_size: int) -> str:
         for row in found.rows
         if row.choice.backend == own and not row.choice.options and row.choice.activation_checkpointing is None
     )
-    if row.footprint is None or row.needs is None:
+    if row.footprint is None or row.needs is None or row.unknown:
         why = row.refused or row.unknown
         return f"shardkit: the plan cannot say what rank {cause.rank} needs: {why}"
     parts = ", ".join(f"{part} {size(count)}" for part, count in sorted(row.footprint.at_peak.items(), key=_by_size))

@@ -175,7 +175,7 @@ def _rows(models: Models, wanted: Wanted, world_size: int) -> Iterator[Row]:
     nodes = wanted.over_nodes(world_size)
     for name in wanted.backends or ladder.backends():
         try:
-            loaded = with_backend(models.loaded, name)
+            loaded = with_backend(models.loaded, name, where_known=True)
             adapter = registry.load(loaded.recipe.backend.adapter)
             options = make_options(loaded.recipe.backend, adapter.Options)
         except RequestError as error:

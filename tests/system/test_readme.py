@@ -91,6 +91,7 @@ def test_a_command_of_the_readme_works(command: str, tmp_path: Path) -> None:
         assert len(losses) == 4 and losses[-1] < losses[0] / 5
 
 
+@pytest.mark.slow
 def test_the_readme_resumes(tmp_path: Path) -> None:
     """In their order: stop, go on elsewhere, look, convert; at steps 2 of 4 and on 2 processes."""
     shorter = {
