@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -346,6 +347,10 @@ def _end(run: Callable[[], int]) -> None:
     except ShardkitError as error:
         typer.echo(str(error), err=True)
         code = error.exit_code
+    except BrokenPipeError:
+        # Whoever read it has seen enough, as `head` has; nothing more can be told.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except OSError as error:
         typer.echo(f"{error.filename or 'the checkpoint'} cannot be read: {error.strerror or error}", err=True)
         code = 1

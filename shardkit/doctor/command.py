@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardkit.engines import registry
 from shardkit.errors import RequestError, ShardkitError
+from shardkit.recipe.here import import_from_here
 from shardkit.recipe.load import load
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Files:
 def doctor(recipe: str, overrides: Sequence[str], files: Files) -> int:
     """Examine a recipe; the exit code: 0, 2 for a wrong recipe or request, 1 for a batch that cannot be examined."""
     try:
+        import_from_here()
         loaded = load(recipe, overrides, options_of=registry.options_of)
         files.check()
         _write(loaded, _examine(loaded), files)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shardkit.engines import registry
 from shardkit.explain.explain import explain
 from shardkit.explain.explanation import Explanation
+from shardkit.recipe.here import import_from_here
 from shardkit.recipe.load import load
 
 
@@ -18,5 +19,6 @@ def explained(
     Raises:
         RequestError: the recipe is wrong whatever the backend, or there is no such backend.
     """
+    import_from_here()
     loaded = load(recipe, overrides, options_of=registry.options_of)
     return explain(loaded, backends or [loaded.recipe.backend.name], world_size)

@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardkit import run_folder
 from shardkit.engines import registry
 from shardkit.errors import RequestError
 from shardkit.launch import agent, outer, stopping
+from shardkit.recipe.here import import_from_here
 from shardkit.recipe.load import load
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def launch(request: Request) -> int:
 
 def _launch(request: Request, loaded: Loaded, above: outer.Outer | None) -> int:
     _forget_left_over_ranks(above)
-    _import_from_here()
+    import_from_here()
     recipe = loaded.recipe
     folder = run_folder.choose(
         recipe.name, recipe.run_dir, resume=recipe.checkpoint.resume, place=loaded.place("run_dir")
@@ -126,12 +126,6 @@ def _forget_left_over_ranks(above: outer.Outer | None) -> None:
         _say(f"ignoring {shown} from the environment: no launcher has set all of a rank's variables")
     for name in found:
         del os.environ[name]
-
-
-def _import_from_here() -> None:
-    """Let targets be modules of the working directory, as in the ranks, however this process was started."""
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.insert(0, str(Path.cwd()))
 
 
 def _plan(

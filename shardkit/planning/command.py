@@ -20,6 +20,7 @@ from shardkit.pages.page import NEEDS, can_draw
 from shardkit.planning.amount import ranks
 from shardkit.planning.device import UNIT_MISSING, Device, load_device, parse_bytes, why_little
 from shardkit.recipe.backend import load_backend
+from shardkit.recipe.here import import_from_here
 from shardkit.recipe.load import Loaded, load
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def run(asked: Asked, processes: Processes) -> int:
         RequestError: all that is wrong with the command line or the recipe; nothing was written.
     """
     request = understood(asked)
-    _import_from_here()
+    import_from_here()
     from shardkit.planning.planned import measured, planned
 
     found = planned(asked, request, processes)
@@ -260,9 +261,3 @@ def _wrong_files(asked: Asked) -> list[str]:
             f"--html needs {' and '.join(NEEDS)}, not all of which is there. pip install 'shardkit[reports]'"
         )
     return problems
-
-
-def _import_from_here() -> None:
-    """Let targets be modules of the working directory, as in a launch."""
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.insert(0, str(Path.cwd()))

@@ -91,6 +91,7 @@ def variants(backend: str, options: Any, world_size: int, nodes: int) -> Iterato
             more = {"replicas": copies} if copies != options.replicas else {}
             yield Choice(backend=backend, world_size=world_size, options=more)
         return
-    if KEPT in known and getattr(options, KEPT) and not getattr(options, "cpu_offload", False) and world_size > 1:
-        yield Choice(backend=backend, world_size=world_size, options={KEPT: False})
+    if KEPT in known and not getattr(options, "cpu_offload", False) and world_size > 1:
+        # The preset's way and the other.
+        yield Choice(backend=backend, world_size=world_size, options={KEPT: not getattr(options, KEPT)})
     yield Choice(backend=backend, world_size=world_size)
