@@ -140,7 +140,9 @@ RESIDENT = """## Pages of the process
 
 What the operating system says, as a check of the counting: gpt-50m beside digits-resnet on the same backend, by the
 peak of counted tensors and by the peak of resident memory, in which buffers that were never touched do not appear and
-operators' workspaces do."""
+operators' workspaces do. Resident memory is the most of the process's whole life: the model as it is built, the
+evaluation after the last step, and pages that the C library does not give back after tensors of changing sizes are
+freed, which sharding makes more of."""
 
 
 @dataclass(frozen=True)
