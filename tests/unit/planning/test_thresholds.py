@@ -127,3 +127,10 @@ def test_more_memory_never_fits_less_and_more_ranks_never_need_more(models: Mode
     }
     for name in set(needs[2]) & set(needs[4]) & set(needs[8]):
         assert needs[2][name] >= needs[4][name] >= needs[8][name], name
+
+
+def test_an_engine_that_does_not_say_what_it_needs_is_neither_fitting_nor_recommended(models: Models) -> None:
+    found = planned(models, 2**40, (2,), ("tests.third_party.engines:ManualEngine",))
+    (row, *_) = found.rows
+    assert row.unknown == "the adapter 'tests.third_party.engines:ManualEngine' does not say what it needs"
+    assert row.fits is None and found.recommended is None and all(row.footprint is None for row in found.rows)
