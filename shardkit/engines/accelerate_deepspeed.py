@@ -33,6 +33,7 @@ from shardkit.engines.zero import (
     OutputWatch,
     close_zero,
     prepare_deepspeed,
+    put_in_place,
     settled,
     zero_config,
     zero_meaning,
@@ -68,15 +69,16 @@ class AccelerateDeepSpeedEngine(Engine):
         check_parameters(model, [torch.float32])
         options = settled(options, model, settings)
         prepare_deepspeed()
-        model = model.to(self.world.device)
         named = trainable(model)
         self.optimizer = make_optimizer(named)
         self.unused = UnusedWatch(self.optimizer, named)
         self.outputs = OutputWatch(model, options.stage)
+        config = zero_config(settings, options)
+        put_in_place(model, settings, config)
         self.accelerator = start_accelerator(
             self.world,
             {DistributedType.DEEPSPEED},
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(settings, options), zero3_init_flag=False),
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False),
         )
         prepared: tuple[Any, Any] = self.accelerator.prepare(model, self.optimizer)
         self.model: Any = prepared[0]

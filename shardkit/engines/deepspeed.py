@@ -31,6 +31,7 @@ from shardkit.engines.zero import (
     OutputWatch,
     close_zero,
     prepare_deepspeed,
+    put_in_place,
     settled,
     zero_config,
     zero_meaning,
@@ -66,13 +67,14 @@ class DeepSpeedEngine(Engine):
         check_parameters(model, [torch.float32])
         options = settled(options, model, settings)
         deepspeed = prepare_deepspeed()
-        model = model.to(settings.world.device)
         named = trainable(model)
         self.optimizer = make_optimizer(named)
         self.unused = UnusedWatch(self.optimizer, named)
         self.outputs = OutputWatch(model, options.stage)
+        config = zero_config(settings, options)
+        put_in_place(model, settings, config)
         self.model: Any = deepspeed.initialize(
-            model=model, optimizer=self.optimizer, config=zero_config(settings, options), dist_init_required=False
+            model=model, optimizer=self.optimizer, config=config, dist_init_required=False
         )[0]
         self.partitions = Partitions(engine=self.model, model=model, world=self.world, unused=self.unused)
 

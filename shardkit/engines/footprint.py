@@ -80,6 +80,8 @@ class Workload(Protocol):
     buffers: int
     # Bytes of the model's buffers, those that are not saved too.
     rank: int
+    moved: bool
+    # Whether the model is built in another memory than the device's.
     units: tuple[str, ...]
     # Paths of the sharding units' modules, in the order of `Anatomy.units`.
 

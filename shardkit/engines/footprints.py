@@ -7,6 +7,7 @@ backend holds in those between is what it holds in the first once gradients are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -126,9 +127,7 @@ def fully_shard_footprint(
             reduces.reduce(unit)
         reduces.end()
     replay.moment(STEP, 0 if cpu_offload else needs.temporary)
-    whole = sum(weight.numel for weight in weights) * stored.itemsize
-    # The whole model is put onto the device; then unit by unit becomes shards, and what it was is let go.
-    first = max((unit // shards for unit in units.padded), default=0) * stored.itemsize
+    sharding = units.most_while_sharding(moved=workload.moved, shards_leave=cpu_offload)
     return footprint(
         replay,
         inputs(situation, trace),
@@ -136,7 +135,7 @@ def fully_shard_footprint(
         gradients=0 if cpu_offload else gradients,
         optimizer=0 if cpu_offload else needs.state,
         buffers=workload.buffers,
-        loading=workload.buffers + (0 if cpu_offload else whole + first),
+        loading=workload.buffers + sharding * stored.itemsize,
         host=host,
     )
 
@@ -170,6 +169,20 @@ class _Units:
         self.trained = [[weight.name for weight in unit if weight.trainable] for unit in weights]
         self.padded = [sum(weight.padded(shards) for weight in unit) for unit in weights]
         self.padded_trained = [sum(w.padded(shards) for w in unit if w.trainable) for unit in weights]
+        self.whole = [sum(weight.numel for weight in unit) for unit in weights]
+
+    def most_while_sharding(self, *, moved: bool, shards_leave: bool) -> int:
+        """Numbers on the device at the most, while a unit after the other becomes shards and is let go.
+
+        Args:
+            moved: each unit is put there when its turn comes; else all of them are there from the beginning.
+            shards_leave: they wait in host memory.
+        """
+        shares = [padded // self.shards for padded in self.padded]
+        made = shares if shards_leave else accumulate(shares)
+        return max(
+            share + sum(self.whole[unit : unit + 1] if moved else self.whole[unit:]) for unit, share in enumerate(made)
+        )
 
 
 class _Gathers:

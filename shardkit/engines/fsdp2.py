@@ -73,7 +73,8 @@ class Fsdp2Engine(Engine):
         self.world = settings.world
         self.settings = settings
         check_parameters(model)
-        self.model = model if options.cpu_offload else model.to(settings.world.device)
+        # fully_shard moves a unit at a time: the whole model is never on the device.
+        self.model = model
         if settings.precision == "bf16-true":
             self.model.to(torch.bfloat16)
         shard(self.model, settings, options)

@@ -173,6 +173,20 @@ def zero_config(settings: EngineSettings, options: DeepSpeedOptions) -> dict[str
     return config
 
 
+def put_in_place(model: nn.Module, settings: EngineSettings, config: dict[str, Any]) -> None:
+    """Put the model onto the device; stage 3 makes a parameter parts before the next is put there.
+
+    Left to itself, DeepSpeed 0.19.8 has the whole model on the device first. An optimizer may have been built: the
+    parameters stay the same objects.
+    """
+    if config["zero_optimization"]["stage"] == 3:
+        importlib.import_module("deepspeed").zero.Init(module=model, config_dict_or_path=config)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(settings.world.device)
+    else:
+        model.to(settings.world.device)
+
+
 def zero_step(engine: Any) -> StepReport:
     """The step, and what DeepSpeed says of it only when asked: the norm, and whether it left the step out."""
     engine.step()

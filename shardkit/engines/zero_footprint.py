@@ -94,18 +94,22 @@ def _whole(situation: Situation, workload: Workload, options: DeepSpeedOptions) 
         gradients=gradients,
         optimizer=0 if offloads else state,
         buffers=workload.buffers,
-        loading=workload.buffers + frozen + _flattening(situation.anatomy, parts, own),
+        loading=workload.buffers + frozen + _flattening(situation.anatomy, parts, own, workload.moved),
         host=host,
     )
 
 
-def _flattening(anatomy: Anatomy, parts: _Parts, own: Sequence[int]) -> int:
-    """The most while groups are copied into flat buffers one after the other, and masters and gradients are made."""
+def _flattening(anatomy: Anatomy, parts: _Parts, own: Sequence[int], moved: bool) -> int:
+    """The most while groups are copied into flat buffers one after the other, and masters and gradients are made.
+
+    With `moved`, where there is no room for both, DeepSpeed takes a group's parameters to the host to flatten them.
+    """
     sizes = [sum(parts.numel[name] for name in group) for group in anatomy.groups]
     during = [
-        sum(parts.flat[: index + 1]) + sum(own[:index]) + sum(sizes[index:]) for index in range(len(anatomy.groups))
+        sum(parts.flat[: index + 1]) + sum(own[:index]) + sum(sizes[index + moved :])
+        for index in range(len(anatomy.groups))
     ]
-    return max(*during, sum(parts.flat) + 2 * sum(own)) * ITEM
+    return max(sum(sizes), *during, sum(parts.flat) + 2 * sum(own)) * ITEM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +265,8 @@ def _sharded(situation: Situation, workload: Workload, options: DeepSpeedOptions
         if index == 0:
             gradients = trained + replay.held("gradients", "flat")
         replay.moment(STEP, temporary[index])
-    whole = sum(weight.numel for weight in anatomy.weights) * ITEM
+    sizes = [weight.numel * ITEM for weight in anatomy.weights]
+    held = 0 if away else parameters
     return footprint(
         replay,
         inputs(situation, trace),
@@ -272,12 +277,10 @@ def _sharded(situation: Situation, workload: Workload, options: DeepSpeedOptions
         buffers=workload.buffers,
         loading=workload.buffers
         + max(
-            whole,
-            (0 if away else parameters)
-            + (0 if offloads else 2 * trained)
-            + bucket
+            # Each is there whole until it is parts; where the model is built on the device, all are.
+            held + max(sizes) if workload.moved else sum(sizes),
             # Each is gathered once to be hooked.
-            + max(part[name] for name in numel) * world * ITEM,
+            held + (0 if offloads else 2 * trained) + bucket + max(part[name] for name in numel) * world * ITEM,
         ),
         host=(parameters if away else 0) + (3 * trained + state if offloads else 0),
     )

@@ -136,6 +136,10 @@ class PlannedWorkload:
         return self.model.buffers
 
     @property
+    def moved(self) -> bool:
+        return self.model.device != "cpu"
+
+    @property
     def units(self) -> tuple[str, ...]:
         return self.model.units
 

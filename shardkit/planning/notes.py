@@ -34,7 +34,7 @@ def notes(plan: Plan, rows: list[Row], machine: str = "", correction: str = "") 
         found.append(SPEED)
     if correction:
         found.append(correction)
-    return [*found, *_settings(rows), *_hosts(plan, rows), *_batches(plan.rows)]
+    return [*found, *_settings(rows), *_loadings(rows), *_hosts(plan, rows), *_batches(plan.rows)]
 
 
 def silent(plan: Plan) -> list[str]:
@@ -80,6 +80,15 @@ def _settings(rows: list[Row]) -> Iterator[str]:
                 names.append(row.choice.backend)
     for words, names in said.items():
         yield f"Buffers chosen from the model, {listed(names)}: {words}."
+
+
+def _loadings(rows: list[Row]) -> Iterator[str]:
+    said: dict[int, list[str]] = {}
+    for row in rows:
+        if row.footprint and row.peak is not None and row.footprint.loading > row.peak:
+            said.setdefault(row.footprint.loading, []).append(f"{row.choice.name} on {ranks(row.choice.world_size)}")
+    for amount, names in said.items():
+        yield f"More than a step needs is needed to put the model in place, {size(amount)}: {listed(names)}."
 
 
 def _hosts(plan: Plan, rows: list[Row]) -> Iterator[str]:

@@ -253,7 +253,7 @@ def _row(models: Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes: 
         nodes=nodes,
         accumulation=situation.accumulation,
     )
-    needs = needed(device, footprint.peak * row.ratio)
+    needs = needed(device, most(footprint, row.ratio))
     return replace(
         row,
         duration=took,
@@ -266,6 +266,11 @@ def _row(models: Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes: 
 def needed(device: Device, peak: float) -> int:
     """Bytes of memory a device has to have for a predicted peak."""
     return math.ceil(peak * (1 + device.margin)) + device.reserved
+
+
+def most(footprint: Footprint, ratio: float) -> float:
+    """Bytes at the most: in a step, as measurements correct it by `ratio`, or before the first."""
+    return max(footprint.peak * ratio, footprint.loading)
 
 
 class _Candidate:
@@ -327,7 +332,7 @@ class _Candidate:
         if between is not None and size not in between:
             workload = replace(workload, between=between)
         footprint = self.footprint(workload)
-        return footprint is not None and needed(device, footprint.peak * ratio) <= device.memory
+        return footprint is not None and needed(device, most(footprint, ratio)) <= device.memory
 
 
 class _Untraced(PlannedWorkload):

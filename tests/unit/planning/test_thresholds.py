@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shardkit.engines import registry
 from shardkit.planning.device import Device
-from shardkit.planning.plan import Models, Plan, Row, Wanted, plan
+from shardkit.planning.notes import notes
+from shardkit.planning.plan import Models, Plan, Row, Wanted, needed, plan
 from shardkit.recipe.load import load
 
 RECIPE = """
@@ -134,3 +136,26 @@ def test_an_engine_that_does_not_say_what_it_needs_is_neither_fitting_nor_recomm
     (row, *_) = found.rows
     assert row.unknown == "the adapter 'tests.third_party.engines:ManualEngine' does not say what it needs"
     assert row.fits is None and found.recommended is None and all(row.footprint is None for row in found.rows)
+
+
+def test_what_has_to_be_whole_before_the_first_step_has_to_fit_too(tmp_path: Path) -> None:
+    path = tmp_path / "wide.yaml"
+    path.write_text(
+        RECIPE.replace("width: 64", "width: 256").replace("context: 32", "context: 4").replace("AdamW", "SGD")
+        + 'blocks: ["blocks.*"]\n'
+    )
+    wide = Models(load(str(path), [], options_of=registry.options_of), "cuda")
+    whole = wide.of("none").built
+    found = planned(wide, 2**40, (64,), ("fsdp2", "zero3", "accelerate-fsdp2", "zero2"))
+    rows = {row.choice.name: row for row in found.rows if row.footprint is not None}
+    for name in ("fsdp2", "zero3"):
+        # A unit, or a parameter, becomes shards before the next is put onto the device.
+        assert rows[name].footprint.loading < whole / 3 and rows[name].needs < whole
+        assert rows[name].needs == needed(DEVICE, rows[name].footprint.peak)
+    held = rows["accelerate-fsdp2"]
+    assert held.footprint.peak < whole < held.footprint.loading
+    assert held.needs == needed(DEVICE, held.footprint.loading)
+    assert planned(wide, held.needs, (64,), ("accelerate-fsdp2",)).recommended is not None
+    assert planned(wide, held.needs - 1, (64,), ("accelerate-fsdp2",)).recommended is None
+    said = [note for note in notes(found, list(found.rows)) if note.startswith("More than a step needs")]
+    assert len(said) == 1 and "accelerate-fsdp2 on 64 ranks" in said[0] and "zero3" not in said[0]
