@@ -48,9 +48,9 @@ class AccelerateFsdp2Engine(Engine):
     @classmethod
     def describe(cls, options: AccelerateFsdp2Options) -> Traits:
         if cls.force_cpu:
-            return fsdp2_traits()
+            return fsdp2_traits(options)
         return replace(
-            fsdp2_traits(),
+            fsdp2_traits(options),
             devices=frozenset({"cuda"}),
             refusals={
                 "cpu": "Accelerate 1.15 does not shard on a CPU (it would do plain DDP, or train unconnected "
@@ -70,6 +70,7 @@ class AccelerateFsdp2Engine(Engine):
             reshard_after_forward=options.reshard_after_forward,
             shards=situation.world_size,
             cpu_offload=options.cpu_offload,
+            reduce_each_micro_step=options.reduce_each_micro_step,
         )
         # Accelerate 1.15 holds the whole parameters until all of them are shards.
         whole = sum(weight.numel for weight in situation.anatomy.weights) * situation.stored.itemsize
@@ -87,7 +88,7 @@ class AccelerateFsdp2Engine(Engine):
         # Gradients of an unfinished window, which fully_shard keeps where `.grad` does not show them.
         self.pending = False
         self.world = settings.world
-        self.settings = settings
+        self.settings, self.options = settings, options
         check_parameters(model)
         if settings.precision == "bf16-true":
             model.to(torch.bfloat16)
@@ -122,7 +123,7 @@ class AccelerateFsdp2Engine(Engine):
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
-        cast(FSDPModule, self.model).set_requires_gradient_sync(last)
+        cast(FSDPModule, self.model).set_requires_gradient_sync(last or self.options.reduce_each_micro_step)
         with autocast(self.settings.precision, self.world.device):
             yield
 

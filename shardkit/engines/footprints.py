@@ -69,13 +69,15 @@ def fully_shard_footprint(
     reshard_after_forward: bool,
     shards: int,
     cpu_offload: bool = False,
+    reduce_each_micro_step: bool = False,
 ) -> Footprint:
     """Rows of each parameter over `shards` ranks, padded to the same number; units gathered around their use.
 
     What torch 2.13 holds beside them: a unit's flat gathered buffer until the next has been copied out or the forward
     ends (in the backward only until its own has been), the coming unit's in the backward (prefetched), the whole
     gradients of a unit until they are reduced, and the flat input of the last reduction until the next. Gradients of
-    micro-steps before the last stay whole. The root stays gathered between forward and backward.
+    micro-steps before the last stay whole, unless they are reduced in each. The root stays gathered between forward and
+    backward.
     """
     units = _Units(situation, workload, shards)
     stored = situation.stored
@@ -104,7 +106,7 @@ def fully_shard_footprint(
     reduces = _Reductions(replay, units, computed.itemsize, reduced.itemsize, stored.itemsize, cpu_offload)
     for last in micro_steps(situation):
         gathers.begin()
-        reduces.begin(last)
+        reduces.begin(last or reduce_each_micro_step)
         for event in trace.events:
             replay.reach(event)
             unit = units.of_module.get(event.name) if event.what != "gradient" else None
@@ -247,12 +249,13 @@ class _Reductions:
     ) -> None:
         self._replay, self._units, self._offload = replay, units, cpu_offload
         self._computed, self._reduced, self._stored = computed, reduced, stored
-        self._last = True
+        self._now = True
         self._whole: dict[str, int] = {}
         self._done: set[int] = set()
 
-    def begin(self, last: bool) -> None:
-        self._last = last
+    def begin(self, now: bool) -> None:
+        """Of a micro-step in which gradients are reduced, or kept as they are."""
+        self._now = now
         self._done = set()
 
     def arrived(self, name: str) -> None:
@@ -264,7 +267,7 @@ class _Reductions:
             return
         self._done.add(unit)
         names = [name for name in self._units.trained[unit] if name in self._whole]
-        if not self._last:
+        if not self._now:
             # They wait in the dtype of the reduction.
             for name in names:
                 self._keep(name, self._units.numel[name] * self._reduced)

@@ -45,7 +45,7 @@ class Fsdp2Engine(Engine):
 
     @classmethod
     def describe(cls, options: Fsdp2Options) -> Traits:
-        return replace(fsdp2_traits(), world_multiple=options.replicas, offloads=options.cpu_offload)
+        return replace(fsdp2_traits(options), world_multiple=options.replicas, offloads=options.cpu_offload)
 
     @classmethod
     def explain(cls, options: Fsdp2Options, situation: Situation) -> Meaning:
@@ -62,6 +62,7 @@ class Fsdp2Engine(Engine):
             reshard_after_forward=options.reshard_after_forward,
             shards=situation.world_size // options.replicas,
             cpu_offload=options.cpu_offload,
+            reduce_each_micro_step=options.reduce_each_micro_step,
         )
 
     def __init__(
@@ -71,7 +72,7 @@ class Fsdp2Engine(Engine):
         # Gradients of an unfinished window, which fully_shard keeps where `.grad` does not show them.
         self.pending = False
         self.world = settings.world
-        self.settings = settings
+        self.settings, self.options = settings, options
         check_parameters(model)
         # fully_shard moves a unit at a time: the whole model is never on the device.
         self.model = model
@@ -84,7 +85,7 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
-        cast(FSDPModule, self.model).set_requires_gradient_sync(last)
+        cast(FSDPModule, self.model).set_requires_gradient_sync(last or self.options.reduce_each_micro_step)
         with autocast(self.settings.precision, self.world.device):
             yield
 
@@ -121,9 +122,10 @@ class Fsdp2Engine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def fsdp2_traits() -> Traits:
+def fsdp2_traits(options: Fsdp2Options | AccelerateFsdp2Options) -> Traits:
     """What holds for fully_shard however it was reached."""
     return Traits(
+        reduces="each micro-step" if options.reduce_each_micro_step else "once a window",
         shards=frozenset({"parameters", "gradients", "optimizer"}),
         # Row and column statistics (Adafactor) and index_put_ (Rprop) do not work on DTensors in torch 2.13.
         refused_optimizers=frozenset({"Adafactor", "Rprop"}),
@@ -152,6 +154,9 @@ def fsdp2_meaning(situation: Situation, options: Fsdp2Options | AccelerateFsdp2O
             "blocks": "one fully_shard a block" if situation.anatomy.units else "fully_shard of the whole model",
             "backend.options.reshard_after_forward": f"reshard_after_forward={options.reshard_after_forward}",
             "backend.options.cpu_offload": "CPUOffloadPolicy" if options.cpu_offload else "no offload",
+            "backend.options.reduce_each_micro_step": "gradients of a window wait as shards"
+            if options.reduce_each_micro_step
+            else "gradients of a window wait whole",
         },
     )
 

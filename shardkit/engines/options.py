@@ -34,6 +34,8 @@ class Fsdp2Options:
     # false = keep the gathered parameters between forward and backward: more memory, one all-gather less.
     cpu_offload: bool = False
     # Parameters, gradients and optimizer state live in host memory between uses.
+    reduce_each_micro_step: bool = False
+    # true = under accumulation, gradients wait as shards: less memory, a reduce-scatter more a micro-step.
     replicas: int = 1
     # Hybrid sharding: copies of the sharded model; must divide the number of processes.
 
@@ -50,6 +52,8 @@ class AccelerateFsdp2Options:
     # false = keep the gathered parameters between forward and backward: more memory, one all-gather less.
     cpu_offload: bool = False
     # Parameters, gradients and optimizer state live in host memory between uses.
+    reduce_each_micro_step: bool = False
+    # true = under accumulation, gradients wait as shards: less memory, a reduce-scatter more a micro-step.
 
 
 @dataclass(kw_only=True)

@@ -38,7 +38,8 @@ def fully_shard_traffic(
 ) -> Traffic:
     """All-gather of each unit, 2 psi a micro-step (psi for what stays gathered); reduce-scatter of psi a window.
 
-    What lies in no unit stays gathered between forward and backward.
+    What lies in no unit stays gathered between forward and backward. With `reduce_each_micro_step` gradients are
+    reduced as often.
 
     Rows are padded to a multiple of the shards, parameter by parameter. With `replicas`, what a rank has left of the
     gradients is all-reduced over them. The norm of the gradient is an all-reduce of one number a parameter.
@@ -55,7 +56,8 @@ def fully_shard_traffic(
             gathered += Volume(calls, size * calls)
         if trained:
             item = 4 if mixed else situation.stored.itemsize
-            reduced += Volume(1, sum(weight.padded(shards) for weight in trained) * item)
+            calls = situation.accumulation if options.reduce_each_micro_step else 1
+            reduced += Volume(calls, sum(weight.padded(shards) for weight in trained) * item * calls)
     traffic: dict[str, Volume] = {}
     if shards > 1:
         traffic |= {"all_gather": gathered, "reduce_scatter": reduced}

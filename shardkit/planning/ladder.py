@@ -23,7 +23,9 @@ RUNG = {
     frozenset({"optimizer", "gradients"}): GRADIENTS,
 }
 KEPT = "reshard_after_forward"
-# The option of parameters that are freed between their uses.
+# The option of parameters that are freed between their uses,
+REDUCED = "reduce_each_micro_step"
+# and of gradients that a window's micro-steps leave as shards.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ def backends() -> list[str]:
     return found
 
 
-def variants(backend: str, options: Any, world_size: int, nodes: int) -> Iterator[Choice]:
+def variants(backend: str, options: Any, world_size: int, nodes: int, accumulation: int) -> Iterator[Choice]:
     """The ways to run one backend that a plan looks at, from its preset on."""
     known = {each.name for each in fields(options)}
     if "replicas" in known and options.replicas > 1:
@@ -91,7 +93,11 @@ def variants(backend: str, options: Any, world_size: int, nodes: int) -> Iterato
             more = {"replicas": copies} if copies != options.replicas else {}
             yield Choice(backend=backend, world_size=world_size, options=more)
         return
-    if KEPT in known and not getattr(options, "cpu_offload", False) and world_size > 1:
-        # The preset's way and the other.
-        yield Choice(backend=backend, world_size=world_size, options={KEPT: not getattr(options, KEPT)})
-    yield Choice(backend=backend, world_size=world_size)
+    # The preset's way and the others.
+    ways: list[dict[str, Any]] = [{}]
+    if world_size > 1 and KEPT in known and not getattr(options, "cpu_offload", False):
+        ways = [{KEPT: not getattr(options, KEPT)}, *ways]
+    if world_size > 1 and accumulation > 1 and getattr(options, REDUCED, None) is False:
+        ways += [{**way, REDUCED: True} for way in ways]
+    for way in ways:
+        yield Choice(backend=backend, world_size=world_size, options=way)

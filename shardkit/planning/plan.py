@@ -161,6 +161,14 @@ class Models:
         return self._made[activation_checkpointing]
 
     @property
+    def joined(self) -> bool:
+        """Whether a window is one forward, as under policy exact."""
+        try:
+            return self.of(None).joined
+        except RequestError:
+            return False
+
+    @property
     def recomputable(self) -> bool:
         """Whether blocks can be recomputed that are not yet."""
         if self.loaded.recipe.activation_checkpointing != "none":
@@ -184,7 +192,8 @@ def _rows(models: Models, wanted: Wanted, world_size: int) -> Iterator[Row]:
         traits = adapter.describe(options)
         if traits.max_world_size is not None and world_size > traits.max_world_size and not wanted.backends:
             continue
-        choices = list(ladder.variants(name, options, world_size, nodes))
+        accumulation = 1 if models.joined else _accumulation(loaded, world_size)[0]
+        choices = list(ladder.variants(name, options, world_size, nodes, accumulation))
         if models.recomputable:
             choices += [replace(choice, activation_checkpointing=BLOCKS) for choice in choices]
         for choice in choices:

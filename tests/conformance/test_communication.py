@@ -39,7 +39,9 @@ PAPER += [("ddp", 4), ("fsdp2", 4), ("zero2", 4), ("zero3", 4)]
 OTHERS: list[tuple[str, int, dict[str, Any]]] = [
     ("ddp", 2, {"find_unused_parameters": True}),
     ("fsdp2", 2, {"reshard_after_forward": False}),
+    ("fsdp2", 2, {"reduce_each_micro_step": True}),
     ("hsdp", 4, {}),
+    ("hsdp", 4, {"reduce_each_micro_step": True}),
     ("zero1", 2, {"round_robin_gradients": True}),
     ("zero2", 2, {"offload_optimizer": True}),
     ("zero3", 2, {"stage3_param_persistence_threshold": 20}),

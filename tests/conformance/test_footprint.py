@@ -68,6 +68,8 @@ def test_a_run_needs_what_was_predicted(
     # Windows of 48 items on any number of ranks.
     size = f"batch.micro_batch_size={48 // world}"
     runs = {name: [f"backend={backend}", size, *overrides] for name, overrides in RUNS.items()}
+    if backend == "fsdp2":
+        runs["reduced"] = [*runs["accumulated"], "backend.options.reduce_each_micro_step=true"]
     arguments = (str(path), runs, str(tmp_path / "runs"))
     measured = launch_ranks(world, "tests.conformance.footprint_ranks:train_measured", *arguments)[0]
     for name, overrides in runs.items():

@@ -14,9 +14,13 @@ from tests.conformance.ranks import assemble
 VARIANTS = [
     ("fsdp2", {"reshard_after_forward": False}),
     ("fsdp2", {"reshard_after_forward": False, "cpu_offload": True}),
+    ("fsdp2", {"reduce_each_micro_step": True}),
+    ("fsdp2", {"reduce_each_micro_step": True, "cpu_offload": True}),
+    ("fsdp2", {"reduce_each_micro_step": True, "replicas": 2}),
     ("ddp", {"find_unused_parameters": True, "bucket_cap_mb": 0.001}),
     ("accelerate-ddp", {"find_unused_parameters": True}),
     ("accelerate-fsdp2", {"reshard_after_forward": False}),
+    ("accelerate-fsdp2", {"reduce_each_micro_step": True}),
     ("deepspeed", {"stage": 1, "offload_optimizer": True}),
     ("deepspeed", {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 100}),
     ("deepspeed", {"stage": 2, "round_robin_gradients": True}),
