@@ -42,7 +42,22 @@ class Recomputed:
             return forward(*arguments)
         tape = Tape()
         again = _Again(self, block, tape)
-        return checkpoint(forward, *arguments, use_reentrant=False, context_fn=lambda: (tape.recording(), again))
+        uncached = _without_cache(forward)
+        return checkpoint(uncached, *arguments, use_reentrant=False, context_fn=lambda: (tape.recording(), again))
+
+
+def _without_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, after which autocast holds no cast copies of its weights: else those of all blocks until the end."""
+
+    def run(*arguments: Any) -> Any:
+        enabled = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return forward(*arguments)
+        finally:
+            torch.set_autocast_cache_enabled(enabled)
+
+    return run
 
 
 class _Again(AbstractContextManager[None]):

@@ -36,6 +36,7 @@ RUNS = {
     "accumulated": ["batch.micro_batch_size=4", f"optimizer={MOMENTUM}", "parameter_groups=[]"],
     "bf16": ["train.precision=bf16-mixed", "batch.micro_batch_size=4"],
     "recomputed": ["activation_checkpointing=blocks"],
+    "recomputed in bf16": ["activation_checkpointing=blocks", "train.precision=bf16-mixed", "batch.micro_batch_size=4"],
 }
 
 
