@@ -83,6 +83,7 @@ RULES = (
         applies=_has_batch_norm,
         certain=False,
     ),
+    Rule(cause="another evaluation", keys=r"^data\.eval(\.|$)|^evaluation\.", certain=False),
     Rule(cause="the normalization policy", keys=r"^normalization\.(policy|rules|num_groups)", certain=False),
     Rule(cause="dropout", keys=r"drop(out|_path|_rate|_prob)"),
     Rule(
@@ -96,6 +97,8 @@ RULES = (
 _BY_CURVE = {
     "lr": r"schedul|lr|max_(steps|epochs)",
     "items": r"^batch\.|^data\.|world size",
+    # Training goes on as in the other arm: what only evaluations see is other data, or other running statistics.
+    "eval_loss": r"^data\.eval|^evaluation|^normalization|norm",
 }
 
 

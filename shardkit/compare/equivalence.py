@@ -12,7 +12,8 @@ from shardkit.compare.cause import changes_maths
 from shardkit.compare.results import Arm, Comparison, Run
 from shardkit.compare.tolerance import Tolerance, coarsest
 
-CURVES = {"loss": "loss", "grad_norm": "gradient norm"}
+EVALUATION = "eval_loss"
+CURVES = {"loss": "loss", "grad_norm": "gradient norm", EVALUATION: "evaluation loss"}
 # Equal but for how a number was stored: the same in every run, whatever the rounding.
 EXACT = {"lr": "learning rate", "items": "items of the step", "skipped": "skipped steps"}
 EXACT_TOLERANCE = 1e-6
@@ -203,9 +204,14 @@ def _curve(name: str, steps: list[int], a: list[float], b: list[float], allowed:
 
 def _common(one: Run, other: Run, name: str, limit: int | None) -> tuple[list[int], list[float], list[float]]:
     """A number of two runs at the steps both wrote; NaN where it was not finite."""
-    a, b = ({line["step"]: line[name] for line in run.train if name in line} for run in (one, other))
+    a, b = (dict(_values(run, name)) for run in (one, other))
     steps = [step for step in a if step in b and (limit is None or step <= limit)]
     return steps, [_number(a[step]) for step in steps], [_number(b[step]) for step in steps]
+
+
+def _values(run: Run, name: str) -> Iterator[tuple[int, Any]]:
+    lines, key = (run.evals, "loss") if name == EVALUATION else (run.train, name)
+    return ((line["step"], line[key]) for line in lines if key in line)
 
 
 def _number(value: Any) -> float:
@@ -258,6 +264,9 @@ def _equivalent(curves: Sequence[Curve], compared: Sequence[int], facts: dict[st
     telling = facts["telling"]
     within = _largest(loss, telling)
     near = f"losses within {within:.1e} of the reference" if within else "losses equal to the last bit"
+    evaluated = next((curve for curve in curves if curve.name == EVALUATION and curve.steps[0] <= telling), None)
+    if evaluated:
+        near += f" (of evaluations within {_largest(evaluated, telling):.1e})"
     sentence = f"equivalent: {near} over {telling} steps"
     if telling < compared[-1]:
         # Of a model that does not amplify, the steps after that say something all the same.

@@ -17,6 +17,7 @@ def figures(found: Mapping[str, Verdict]) -> list[Figure]:
         apart(found, "loss", "Relative difference of the loss", "loss-difference"),
         overlay(found, "grad_norm", "Gradient norm before clipping", "grad-norm"),
         apart(found, "grad_norm", "Relative difference of the gradient norm", "grad-norm-difference"),
+        overlay(found, "eval_loss", "Evaluation loss", "evaluation-loss"),
         throughput(found),
         ratios(found),
         memory(found),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shardkit.compare.bootstrap import Interval
 from shardkit.compare.costs import Costs
+from shardkit.compare.equivalence import CURVES
 from shardkit.compare.results import Comparison
 from shardkit.compare.settings import ABSENT, EXPLAINED, facts
 from shardkit.compare.verdict import Verdict
@@ -39,7 +40,7 @@ def equivalence_table(found: Mapping[str, Verdict]) -> Table:
     rows = []
     for verdict in found.values():
         for curve in verdict.equivalence.curves:
-            if curve.name in ("loss", "grad_norm"):
+            if curve.name in CURVES:
                 largest = max(range(len(curve.steps)), key=lambda i: curve.difference[i])
                 rows.append(
                     (
@@ -52,7 +53,7 @@ def equivalence_table(found: Mapping[str, Verdict]) -> Table:
                         f"{curve.worst:.3g}",
                     )
                 )
-    head = ("arm", "curve", "steps", "at step 1", "largest", "first above the bound", "of the bound, at most")
+    head = ("arm", "curve", "steps", "at the first", "largest", "first above the bound", "of the bound, at most")
     return Table(caption="Relative differences to the reference", head=head, rows=rows)
 
 

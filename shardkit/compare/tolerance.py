@@ -51,8 +51,14 @@ class Tolerance:
     # What was measured once is not the largest there is.
 
     def allowed(self, curve: str, steps: Sequence[int], noise: Mapping[int, float] | None) -> list[float]:
-        """The bound of a curve (loss or grad_norm) at each step; `noise`: measured differences by step, if any."""
-        law = self.loss if curve == "loss" else self.grad_norm
+        """The bound of a curve (loss, grad_norm or eval_loss) at each step.
+
+        Args:
+            curve: an evaluation's loss is bound as that of training.
+            steps: from 1.
+            noise: measured differences by step, if any.
+        """
+        law = self.grad_norm if curve == "grad_norm" else self.loss
         noisy = _envelopes(noise or {}, self.margin)
         return [max(law.at(step), min((each.at(step) for each in noisy), default=0.0)) for step in steps]
 

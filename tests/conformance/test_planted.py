@@ -91,6 +91,23 @@ def test_a_planted_fault_is_found_and_named(runs: Runs, reference: Arm, fault: s
     assert verdict.cause and named in verdict.cause, verdict.cause
 
 
+def test_running_statistics_that_drift_are_found_by_evaluations(runs: Runs) -> None:
+    """Deferred normalises by the micro-batch as keep does, and moves running statistics once a logical batch."""
+    evaluated = ["data.eval={_target_: shardkit.data.digits.Digits, split: eval}", "evaluation.every=5"]
+
+    def arm(name: str, policy: str, backend: str = "ddp") -> Arm:
+        return runs.arm(name, [*evaluated, f"normalization.policy={policy}"], backend)
+
+    keep = arm("keep", "keep")
+    verdict = runs.judged(keep, arm("deferred", "deferred"))
+    assert (verdict.outcome, verdict.equivalence.curve, verdict.equivalence.step) == ("different", "eval_loss", 5)
+    assert verdict.cause and "BatchNorm statistics" in verdict.cause, verdict.cause
+    (loss,) = [curve for curve in verdict.equivalence.curves if curve.name == "loss"]
+    assert loss.first is None and max(loss.difference) < 1e-6
+    verdict = runs.judged(arm("exact", "exact"), arm("exact elsewhere", "exact", "zero2"))
+    assert verdict.outcome == "equivalent" and "(of evaluations within" in verdict.equivalence.sentence
+
+
 @pytest.mark.parametrize(
     "place",
     [
