@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from shardkit.checkpoint.agreement import agreed
 from shardkit.checkpoint.keeper import Keeper
 from shardkit.checkpoint.restore import Choice
-from shardkit.checkpoint.resume import Resumed, find, resume_from, start_from
+from shardkit.checkpoint.resume import Resumed, find, made_by, resume_from, start_from
 from shardkit.checkpoint.storage import open_storage
 from shardkit.checkpoint.training import training_state
 from shardkit.checkpoint.weights import open_weights
+from shardkit.errors import CheckpointError
 from shardkit.seeds import read_streams
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch.optim.lr_scheduler import LRScheduler
 
+    from shardkit.checkpoint.history import Found
     from shardkit.checkpoint.storage import Storage
     from shardkit.checkpoint.training import Position
     from shardkit.data.order import GlobalOrder
@@ -45,6 +48,12 @@ def begin(
     choice = Choice(strict=load.strict, include=load.include, exclude=load.exclude, cast=load.cast, groups=load.groups)
     found = find(recipe.checkpoint.resume, storage, world, recipe.checkpoint.verify)
     if found is not None:
+        own = found.storage is storage
+        if own:
+            agreed(world, f"{storage.root} cannot be used", lambda: _check_owner(found, recipe))
+        if own and (recipe.init_from is not None or recipe.checkpoint.resume != "auto"):
+            # What was left out of what the run began from has been trained since.
+            choice = replace(choice, include=(), exclude=())
         return resume_from(
             found,
             engine,
@@ -54,12 +63,32 @@ def begin(
             choice=choice,
             seed=recipe.seed,
             world=world,
+            schedule=recipe.scheduler,
         )
     if recipe.init_from is not None:
         path = recipe.init_from
         source = agreed(world, "init_from", lambda: open_weights(path, world))
         start_from(source, path, engine, choice, world)
     return Resumed()
+
+
+def _check_owner(found: Found, recipe: Recipe) -> None:
+    """Refuse to go on from another run whose folder has the same name.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    was = made_by(found).get("run_dir")
+    if not (recipe.checkpoint.folder and was and recipe.run_dir):
+        return
+    one, other = PurePath(was).parts, PurePath(recipe.run_dir).parts
+    shorter = min(len(one), len(other))
+    if one[-shorter:] != other[-shorter:]:
+        raise CheckpointError(
+            f"{found.storage.root} holds the checkpoints of run_dir={was}, and this run is {recipe.run_dir}: "
+            "checkpoint.folder keeps a run's under the last name of its folder. Give one of the two another name or "
+            f"checkpoint.folder, or go on from them all the same with checkpoint.resume={found.storage.root}"
+        )
 
 
 def storage_of(recipe: Recipe, folder: RunFolder) -> Storage:

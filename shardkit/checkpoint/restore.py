@@ -141,7 +141,9 @@ def _match(
         if entry is None:
             missing += [] if 0 in shape else [name]
         elif entry.shape != shape:
-            problems.append(f"{name} has the shape {shape} here and {entry.shape} in the checkpoint")
+            problems.append(
+                f"{name} has the shape {shape} here and {entry.shape} in the checkpoint (load.exclude leaves it out)"
+            )
         elif DTYPES[entry.dtype] != dtype and not choice.cast:
             problems.append(
                 f"{name} is {dtype} here and {DTYPES[entry.dtype]} in the checkpoint (load.cast=true converts it)"
@@ -227,12 +229,36 @@ def _optimizer(
             "; ".join([*gaps, "load.strict=false lets the first start without state, and drops the second"])
         )
     restored.notes += gaps
+    _refuse_fresh(engine, manifest, canonical)
     if choice.groups == "recipe":
         _refuse_structure(engine, manifest)
     else:
         _set_options(engine, manifest, {own: saved[n] for own, n in canonical.items() if n in saved}, restored)
     kept = {own: _described(manifest, name, live["parameter", own][1]) for own, name in canonical.items()}
     return {own: state for own, state in kept.items() if state is not None}
+
+
+def _refuse_fresh(engine: Engine, manifest: Manifest, canonical: Mapping[str, str]) -> None:
+    """Where a group has one count of steps for all, a parameter without state cannot begin beside stepped ones.
+
+    One that the checkpoint has and nothing ever trained is as in the run that made it.
+
+    Raises:
+        CheckpointError: names both, and the way out.
+    """
+    if not engine.traits.counts_steps_by_group:
+        return
+    trained = {name for group in manifest.groups for name in group["parameters"]}
+    for index, group in enumerate(engine.groups):
+        fresh = [own for own in group if canonical.get(own) not in trained]
+        stepped = [own for own in group if own in canonical and manifest.numbers.get(canonical[own])]
+        if fresh and stepped:
+            raise CheckpointError(
+                f"parameter group {index}: {listed(fresh)} would begin without state, and this backend counts the "
+                f"steps of {stepped[0]} and all others of the group together: the first steps would be scaled "
+                "otherwise than on other backends. Put what begins into a group of its own with parameter_groups, "
+                "load its state too, or use a backend that keeps state by parameter, as ddp or fsdp2"
+            )
 
 
 def _described(manifest: Manifest, name: str, dtype: torch.dtype) -> OptimizerState | None:
@@ -291,9 +317,12 @@ def _set_options(engine: Engine, manifest: Manifest, saved: Mapping[str, int], r
             if key not in group or key in SWITCHES:
                 continue
             if key not in _moved_by_schedule(group) and group[key] != value:
+                advice = (
+                    "it decides what state there is" if key in STRUCTURE else "load.groups=recipe takes the recipe's"
+                )
                 restored.notes.append(
                     f"parameter group {index}: {key} is {_brief(value)} in the checkpoint and goes on, the recipe's "
-                    f"{_brief(group[key])} does not hold (load.groups=recipe takes the recipe's)"
+                    f"{_brief(group[key])} does not hold ({advice})"
                 )
             if isinstance(group[key], torch.Tensor):
                 group[key].fill_(value)

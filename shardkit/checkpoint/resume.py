@@ -69,7 +69,25 @@ def find(resume: str, own: Storage, world: World, how: Verify = "full") -> Found
                 "checkpoint.resume=auto, or give another folder"
             )
         return None
-    return asked_for(resume, world, how)
+    asked = asked_for(resume, world, how)
+    if _same(asked.storage.root, own.root):
+        return asked
+    # The same command once more goes on from what it has made since.
+    since = newest(own, world, how)
+    return since if since is not None and _began_from(since, resume) else asked
+
+
+def _same(one: str, other: str) -> bool:
+    return one == other if "://" in one + other else Path(one).resolve() == Path(other).resolve()
+
+
+def made_by(found: Found) -> dict[str, Any]:
+    """The recipe of the run that made a checkpoint; empty where none did."""
+    return decode(dict(found.manifest.training)).get("recipe") or {}
+
+
+def _began_from(found: Found, resume: str) -> bool:
+    return (made_by(found).get("checkpoint") or {}).get("resume") == resume
 
 
 def resume_from(
@@ -82,8 +100,12 @@ def resume_from(
     choice: Choice,
     seed: int,
     world: World,
+    schedule: Any = None,
 ) -> Resumed:
     """Bring everything to where the checkpoint was made. A collective; what a user has to know is logged by rank 0.
+
+    Args:
+        schedule: `scheduler:` of the recipe, to be held to that of the checkpoint's.
 
     Raises:
         CheckpointError: it does not fit this run; see `restore`, `position_in`, `check_norms`.
@@ -99,10 +121,19 @@ def resume_from(
     restored = restore(engine, source, manifest, choice, world)
     notes += restored.notes
     replay = choice.groups == "recipe"
+    before = saved.get("recipe")
+    settings = (before.get("scheduler"), schedule) if before else None
     notes += agreed(
         world,
         "the checkpoint does not fit",
-        lambda: restore_scheduler(scheduler, saved.get("scheduler"), engine.optimizer, replay=replay),
+        lambda: restore_scheduler(
+            scheduler,
+            saved.get("scheduler"),
+            engine.optimizer,
+            replay=replay,
+            step=position.step,
+            settings=settings,
+        ),
     )
     notes += agreed(
         world,
@@ -129,6 +160,12 @@ def start_from(source: Source, where: str, engine: Engine, choice: Choice, world
     Raises:
         CheckpointError: they do not fit the model.
     """
+    # Only a shardkit checkpoint says what its norms were; those that are left out may be others.
+    norms = source.normalization and {
+        **source.normalization,
+        "rows": [r for r in source.normalization["rows"] if any(choice.wants(f"{name}.weight") for name in r["names"])],
+    }
+    agreed(world, "init_from does not fit", lambda: check_norms(norms, _norms(engine)))
     restored = restore(engine, source, None, choice, world)
     if world.rank == 0:
         log.info("shardkit: %d parameters and buffers from %s", restored.loaded, where)

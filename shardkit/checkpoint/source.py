@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +26,8 @@ class Source:
     entries: Mapping[Key, Entry]
     aliases: Mapping[str, str]
     # Other names -> the name an entry has.
+    normalization: Mapping[str, Any] | None = None
+    # What the policy had made of each norm layer; None = not known.
 
     def find(self, key: Key) -> Entry | None:
         """The entry of a key, under this name or the one it is an alias of."""

@@ -104,7 +104,13 @@ def position_in(saved: Mapping[str, Any], order: GlobalOrder) -> tuple[Position,
 
 
 def restore_scheduler(
-    scheduler: LRScheduler | None, saved: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer, *, replay: bool
+    scheduler: LRScheduler | None,
+    saved: Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer,
+    *,
+    replay: bool,
+    step: int,
+    settings: tuple[Any, Any] | None = None,
 ) -> list[str]:
     """Put a freshly built scheduler where the saved one stood; what a user has to know.
 
@@ -113,20 +119,25 @@ def restore_scheduler(
         saved: its class and state in the checkpoint.
         optimizer: whose options were restored before.
         replay: go through the schedule of this run up to the step instead (load.groups=recipe).
+        step: the checkpoint's.
+        settings: `scheduler:` of the checkpoint's recipe and of this one; None = there are no recipes.
 
     Raises:
         CheckpointError: it is another class of scheduler.
     """
-    if scheduler is None and saved is None:
-        return []
-    if scheduler is None or saved is None:
-        had, has = ("one", "none") if saved else ("none", "one")
-        if scheduler is not None:
-            _replay(scheduler, 0)
-        return [f"the checkpoint had {had} learning rate scheduler and this recipe has {has}: the recipe's holds"]
+    if scheduler is None:
+        return ["this recipe has no learning rate scheduler, as the checkpoint had: the rate stays"] if saved else []
     if replay:
-        _replay(scheduler, int(saved["state"]["last_epoch"]))
+        _replay(scheduler, int(saved["state"]["last_epoch"]) if saved else step)
         return []
+    if saved is None:
+        # Restoring the optimizer's options undid what building the scheduler had set.
+        for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+        return [
+            f"the checkpoint had no learning rate scheduler: the recipe's begins here (load.groups=recipe takes it as "
+            f"of step {step})"
+        ]
     if saved["class"] != _name(scheduler):
         raise CheckpointError(
             f"the checkpoint's scheduler is {saved['class']}, and this run's {_name(scheduler)}; keep the scheduler, "
@@ -138,6 +149,8 @@ def restore_scheduler(
     # Building the scheduler set lr to that of its first step, before the optimizer's options were restored.
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr
+    if settings is not None:
+        return _changed(*settings, scheduler)
     changed = [
         f"{key} is {saved['state'][key]} in the checkpoint and goes on, the recipe's {own[key]} does not hold"
         for key in own
@@ -145,6 +158,17 @@ def restore_scheduler(
         if own[key] != saved["state"][key] and isinstance(own[key], int | float | list | tuple | str)
     ]
     return [f"scheduler: {', '.join(changed)} (load.groups=recipe takes the recipe's)"] if changed else []
+
+
+def _changed(was: Any, now: Any, scheduler: LRScheduler) -> list[str]:
+    """What a recipe has changed of a schedule that goes on as it was."""
+    keys = [key for key in {**was, **now} if was.get(key) != now.get(key)] if was and now else []
+    if not keys:
+        return []
+    told = ", ".join(f"{key} was {was.get(key)} and is {now.get(key)}" for key in keys)
+    if any(key.startswith("lr_lambda") for key in scheduler.state_dict()):
+        return [f"scheduler: {told}; a checkpoint does not hold functions, so the recipe's hold from here on"]
+    return [f"scheduler: {told}; the checkpoint's goes on (load.groups=recipe takes the recipe's)"]
 
 
 # What a schedule itself changes.
@@ -169,7 +193,7 @@ def check_norms(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list
         raise CheckpointError(
             f"normalization: the checkpoint was trained with policy {saved['policy']}, this run has policy "
             f"{now['policy']}, and weights of one norm mean nothing to another: {listed(other)}. Use "
-            f"normalization.policy={saved['policy']}, or start from the weights alone with init_from"
+            f"normalization.policy={saved['policy']}, or leave these layers out: init_from with load.exclude"
         )
     if saved["policy"] != now["policy"] or any(before[name] != here[name] for name in before.keys() & here.keys()):
         return [

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 
+from shardkit.checkpoint.encoding import decode
 from shardkit.checkpoint.place import is_local, one, reach, split, there
 from shardkit.checkpoint.source import Source, source_of_files
 from shardkit.checkpoint.storage import Storage, read_bytes
@@ -57,7 +58,13 @@ def _checkpoint(path: str, world: World) -> Source:
     # Shared out over the ranks; one that finds a damaged file tells the others.
     verify_files(place.storage, place.name, manifest, sorted(manifest.files)[world.rank :: world.size])
     entries = {key: entry for key, entry in manifest.entries.items() if key[0] not in ("optimizer", "rng")}
-    return Source(storage=place.storage, folder=place.name, entries=entries, aliases=manifest.aliases)
+    return Source(
+        storage=place.storage,
+        folder=place.name,
+        entries=entries,
+        aliases=manifest.aliases,
+        normalization=decode(dict(manifest.training)).get("normalization"),
+    )
 
 
 def _hugging_face(folder: Storage, names: list[str]) -> Source | None:

@@ -55,6 +55,8 @@ class Traits:
     # False: also runs in a process that joined no group.
     unused_parameters: Literal["kept", "refused", "refused when changed"] = "kept"
     # A parameter that a window gives no gradient: left as it is, or named in an error before the step.
+    counts_steps_by_group: bool = False
+    # The optimizer sees one tensor a parameter group, so what it counts is one number for all of the group.
     offloads: bool = False
     # Some of it lies in host memory between uses.
     refused_optimizers: frozenset[str] = frozenset()

@@ -39,6 +39,7 @@ def zero_traits(options: DeepSpeedOptions) -> Traits:
         # bf16-true would need bf16 masters, which ZeRO keeps in fp32.
         precisions=frozenset({"fp32", "bf16-mixed"}),
         unused_parameters="refused when changed",
+        counts_steps_by_group=True,
         offloads=options.offload_optimizer or options.offload_parameters,
         # Flat partitions have no rows and columns (Adafactor, Muon) and no per-tensor norms (LAMB, LARS); DeepSpeed
         # 0.19.8 rebuilds Adagrad without its groups.

@@ -42,20 +42,21 @@ class Recomputed:
             return forward(*arguments)
         tape = Tape()
         again = _Again(self, block, tape)
-        uncached = _without_cache(forward)
-        return checkpoint(uncached, *arguments, use_reentrant=False, context_fn=lambda: (tape.recording(), again))
+        run = _cleared(forward)
+        return checkpoint(run, *arguments, use_reentrant=False, context_fn=lambda: (tape.recording(), again))
 
 
-def _without_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, after which autocast holds no cast copies of its weights: else those of all blocks until the end."""
+def _cleared(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, after which autocast holds no cast copies of its weights: else those of all blocks until the end.
+
+    Uses of a weight within the block share one copy, on which their gradients are added up, as without recomputation.
+    """
 
     def run(*arguments: Any) -> Any:
-        enabled = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
         try:
             return forward(*arguments)
         finally:
-            torch.set_autocast_cache_enabled(enabled)
+            torch.clear_autocast_cache()
 
     return run
 

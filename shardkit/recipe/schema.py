@@ -197,7 +197,8 @@ class Load:
     include: list[str] = field(default_factory=list)
     # Globs on full names of parameters and buffers; empty = all.
     exclude: list[str] = field(default_factory=list)
-    # Globs on names that are left as they are; goes over include.
+    # Globs on names that are left as they are; goes over include. Where a run began from something else (init_from, or
+    # checkpoint.resume with a path), both are for that, and its own checkpoints are loaded whole.
     cast: bool = False
     # Let weights be loaded into another dtype than they were saved in.
     groups: Literal["checkpoint", "recipe"] = "checkpoint"

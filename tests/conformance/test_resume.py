@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -252,3 +253,67 @@ def test_a_save_in_the_background_holds_the_same_bytes(
         a, b = (one(f"{tmp_path}/{run}/checkpoints/step-{step:08d}") for run in ("once", "behind"))
         found = difference(a, b)
         assert not found.any and found.compared > 60, found
+
+
+def test_what_a_run_left_out_of_its_start_is_not_left_out_of_its_own_checkpoints(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    began = ["checkpoint.every=2", "checkpoint.keep_last=null"]
+    small(launch_ranks, ("ddp", 2), tmp_path / "source", *began, "train.stop_at_step=4")
+    tuned = ["load.exclude=['head.*']", "checkpoint.every=2", "seed=5", f"init_from={tmp_path / 'source'}"]
+    whole = small(launch_ranks, ("ddp", 2), tmp_path / "whole", *tuned)
+    small(launch_ranks, ("ddp", 2), tmp_path / "run", *tuned, "train.stop_at_step=4")
+    again = small(launch_ranks, ("ddp", 2), tmp_path / "run", *tuned)
+    assert again["losses"] == whole["losses"]
+    # Nor where it began from the whole state of a checkpoint: the same command goes on from what it has made since.
+    resumed = [
+        *began,
+        "load.exclude=['head.*']",
+        f"checkpoint.resume={tmp_path / 'source' / 'checkpoints' / 'step-00000002'}",
+    ]
+    whole = small(launch_ranks, ("ddp", 2), tmp_path / "other", *resumed)
+    small(launch_ranks, ("ddp", 2), tmp_path / "again", *resumed, "train.stop_at_step=6")
+    again = small(launch_ranks, ("ddp", 2), tmp_path / "again", *resumed)
+    assert again["losses"] == whole["losses"] and sorted(again["losses"]) == [3, 4, 5, 6, 7, 8]
+    assert not list((tmp_path / "again" / "checkpoints").glob("superseded-*"))
+
+
+def test_a_run_does_not_go_on_from_another_whose_folder_has_its_name(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    def run(name: str, *more: str, errors: bool = False) -> Any:
+        words = [f"checkpoint.folder={tmp_path / 'kept'}", "checkpoint.every=4", f"run_dir={name}/seed0", *more]
+        return small(launch_ranks, ("ddp", 2), tmp_path / name / "seed0", *words, errors=errors)
+
+    run("one", "train.stop_at_step=4")
+    said = str(run("two", errors=True))
+    assert "holds the checkpoints of run_dir=one/seed0, and this run is two/seed0" in said
+    assert "checkpoint.resume=" in said
+    asked = run("two", f"checkpoint.resume={tmp_path / 'kept' / 'seed0'}", "train.stop_at_step=5")
+    assert sorted(asked["losses"]) == [5]
+
+
+def test_what_begins_beside_stepped_parameters_has_a_group_of_its_own_on_zero(
+    launch_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    adam = ["optimizer={_target_: torch.optim.AdamW, lr: 0.01}", "checkpoint.every=4"]
+    small(launch_ranks, ("ddp", 2), tmp_path, *adam, "train.stop_at_step=4")
+    without = [*adam, "load.exclude=['head.*']", "train.stop_at_step=6"]
+    said = str(small(launch_ranks, ("zero1", 2), tmp_path, *without, errors=True))
+    assert "parameter group 0: head.weight, head.bias would begin without state" in said and "parameter_groups" in said
+    own = ["parameter_groups=[{match: 'head.*', options: {weight_decay: 0.01}}]", "load.groups=recipe"]
+    found = {}
+    for name in ("ddp", "zero1"):
+        copied = tmp_path.parent / f"{tmp_path.name}-{name}"
+        shutil.copytree(tmp_path, copied)
+        found[name] = small(launch_ranks, (name, 2), copied, *without, *own)["losses"]
+    assert found["zero1"] == pytest.approx(found["ddp"], rel=2e-6)
+
+
+def test_weights_of_one_norm_do_not_start_another(launch_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    small(launch_ranks, ("ddp", 2), tmp_path / "batch", "checkpoint.every=4", "train.stop_at_step=4")
+    start = [f"init_from={tmp_path / 'batch'}", "normalization.policy=group", "load.strict=false"]
+    said = str(small(launch_ranks, ("ddp", 2), tmp_path / "group", *start, errors=True))
+    assert "trained with policy keep, this run has policy group" in said and "load.exclude" in said
+    left = "load.exclude=['*.[14].*', 'stages.*.shortcut.1.*']"
+    small(launch_ranks, ("ddp", 2), tmp_path / "group", *start, left, "train.stop_at_step=1")

@@ -157,6 +157,35 @@ def test_autocast_keeps_no_copies_of_the_weights_of_recomputed_blocks() -> None:
     assert torch.is_autocast_cache_enabled()
 
 
+class Twice(nn.Module):
+    """Uses its weight two times over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.product(self.product(x).relu())
+
+
+def test_autocast_adds_up_the_gradients_of_a_weight_used_twice_in_a_block_as_without() -> None:
+    gradients = []
+    for value in ("none", "blocks"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Twice() for _ in range(3)))
+        shardkit.open_engine(
+            "single",
+            model,
+            lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+            blocks=["*"],
+            activation_checkpointing=value,
+        )
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(torch.randn(16, 8, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [

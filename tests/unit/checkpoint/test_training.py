@@ -131,7 +131,7 @@ def test_schedules_go_on(build: Any, stop: int) -> None:
     again = build(second)
     for key in ("lr", "initial_lr"):
         second.param_groups[0][key] = first.param_groups[0][key]
-    assert restore_scheduler(again, saved, second, replay=False) == []
+    assert restore_scheduler(again, saved, second, replay=False, step=3) == []
     assert second.param_groups[0]["lr"] == first.param_groups[0]["lr"]
     after = []
     for _ in range(stop, 12):
@@ -145,12 +145,51 @@ def test_another_scheduler_is_refused_and_other_settings_are_told() -> None:
     o = optimizer()
     saved = kept(Position(step=3), order(), lr_scheduler.StepLR(o, 2))["scheduler"]
     with pytest.raises(CheckpointError, match=r"scheduler is .*StepLR, and this run's .*ExponentialLR"):
-        restore_scheduler(lr_scheduler.ExponentialLR(optimizer(), 0.9), saved, o, replay=False)
-    notes = restore_scheduler(lr_scheduler.StepLR(optimizer(), 7), saved, optimizer(), replay=False)
+        restore_scheduler(lr_scheduler.ExponentialLR(optimizer(), 0.9), saved, o, replay=False, step=3)
+    notes = restore_scheduler(lr_scheduler.StepLR(optimizer(), 7), saved, optimizer(), replay=False, step=3)
     assert len(notes) == 1 and "step_size is 2 in the checkpoint and goes on, the recipe's 7 does not hold" in notes[0]
-    assert "this recipe has none" in restore_scheduler(None, saved, o, replay=False)[0]
-    assert "this recipe has one" in restore_scheduler(lr_scheduler.StepLR(optimizer(), 7), None, o, replay=False)[0]
-    assert restore_scheduler(None, None, o, replay=False) == []
+    assert "this recipe has no learning rate scheduler" in restore_scheduler(None, saved, o, replay=False, step=3)[0]
+    assert restore_scheduler(None, None, o, replay=False, step=3) == []
+
+
+def test_changed_settings_are_told_whatever_the_scheduler_shows_of_them() -> None:
+    def told(scheduler: Any, was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+        saved = kept(Position(step=3), order(), scheduler)["scheduler"]
+        return restore_scheduler(scheduler, saved, optimizer(), replay=False, step=3, settings=(was, now))
+
+    # Its milestones are a Counter in the scheduler's state.
+    scheduler = lr_scheduler.MultiStepLR(optimizer(), [8, 10])
+    (note,) = told(scheduler, {"milestones": [6, 9]}, {"milestones": [8, 10]})
+    assert note.startswith("scheduler: milestones was [6, 9] and is [8, 10]; the checkpoint's goes on (load.groups")
+    assert told(scheduler, {"milestones": [6, 9]}, {"milestones": [6, 9]}) == []
+    (note,) = told(lr_scheduler.LambdaLR(optimizer(), lambda step: 0.5), {"lr_lambda": "a.b"}, {"lr_lambda": "a.c"})
+    assert "does not hold functions, so the recipe's hold from here on" in note
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_schedule_that_the_checkpoint_had_not_begins_at_its_own_first_rate(sequential: bool) -> None:
+    def build(made: torch.optim.Optimizer) -> Any:
+        warm = lr_scheduler.LinearLR(made, start_factor=0.1, total_iters=4)
+        return lr_scheduler.SequentialLR(made, [warm, lr_scheduler.StepLR(made, 9)], [5]) if sequential else warm
+
+    def rates(made: torch.optim.Optimizer, scheduler: Any) -> list[float]:
+        found = []
+        for _ in range(6):
+            found.append(made.param_groups[0]["lr"])
+            made.step()
+            scheduler.step()
+        return found
+
+    fresh, resumed = optimizer(), optimizer()
+    first, again = build(fresh), build(resumed)
+    resumed.param_groups[0]["lr"] = 0.1  # as restoring the optimizer's options does
+    (note,) = restore_scheduler(again, None, resumed, replay=False, step=3)
+    assert "the recipe's begins here (load.groups=recipe takes it as of step 3)" in note
+    assert rates(resumed, again) == rates(fresh, first)
+    # As of the step, where the recipe's is asked for.
+    other = optimizer()
+    assert restore_scheduler(build(other), None, other, replay=True, step=3) == []
+    assert other.param_groups[0]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 * 3 / 4))
 
 
 def test_the_recipes_schedule_can_be_taken_at_the_saved_step() -> None:
@@ -161,7 +200,7 @@ def test_the_recipes_schedule_can_be_taken_at_the_saved_step() -> None:
         was.step()
     saved = kept(Position(step=5), order(), was)["scheduler"]
     other = optimizer()
-    restore_scheduler(lr_scheduler.ExponentialLR(other, 0.5), saved, other, replay=True)
+    restore_scheduler(lr_scheduler.ExponentialLR(other, 0.5), saved, other, replay=True, step=5)
     assert other.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**5)
 
 
