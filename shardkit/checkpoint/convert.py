@@ -189,6 +189,11 @@ def _check(out: str, to: Target, options: Options) -> None:
 def _from_shardkit(place: Place, out: str, to: Target, options: Options) -> str:
     if to == "shardkit":
         raise RequestError(f"{place.path} is a shardkit checkpoint already; copy the folder")
+    for option, given in (("--step", options.step), ("--optimizer", options.optimizer)):
+        if given is not None:
+            raise RequestError(
+                f"{option} is for checkpoints of other libraries; {place.path} says its own, leave it out"
+            )
     manifest = place.manifest()
     verify_files(place.storage, place.name, manifest, manifest.files)
     source = source_of(place.storage, place.name, manifest)

@@ -26,7 +26,7 @@ from shardkit.engines.api import (
 )
 from shardkit.engines.footprint import Footprint, Workload
 from shardkit.engines.footprints import fully_shard_footprint
-from shardkit.engines.fsdp2 import fsdp2_meaning, fsdp2_traits, mixed_precision, reshard, shard_norms
+from shardkit.engines.fsdp2 import check_dtypes, fsdp2_meaning, fsdp2_traits, mixed_precision, reshard, shard_norms
 from shardkit.engines.kept import refuse_pending
 from shardkit.engines.meaning import Meaning, Situation
 from shardkit.engines.names import trainable
@@ -96,6 +96,7 @@ class AccelerateFsdp2Engine(Engine):
         units = {type(unit).__name__ for _, unit in find_units(model, settings.blocks)}
         # Over the mesh that Accelerate lets fully_shard make: the norm of all gradients wants one mesh.
         shard_norms(model, settings, None, options.cpu_offload)
+        check_dtypes(model, find_units(model, settings.blocks))
         # Accelerate wants the optimizer first and exchanges its parameters for the shards.
         optimizer = make_optimizer(trainable(model))
         refuse_second()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import cast
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardkit.engines.api import (
@@ -34,6 +35,7 @@ from shardkit.engines.start import check_parameters
 from shardkit.engines.traffic import fully_shard_least, fully_shard_traffic
 from shardkit.engines.units import find_units
 from shardkit.engines.whole import autocast, clipped_step, load_whole, whole_scalars, whole_state
+from shardkit.errors import BackendError
 from shardkit.normalization.batch_norm import BatchNorm
 from shardkit.world import World
 
@@ -175,7 +177,9 @@ def shard(model: nn.Module, settings: EngineSettings, options: Fsdp2Options) -> 
     offload = offload_policy(options.cpu_offload)
     policy = mixed_precision(settings.precision)
     shard_norms(model, settings, mesh, options.cpu_offload)
-    for _, unit in find_units(model, settings.blocks):
+    units = find_units(model, settings.blocks)
+    check_dtypes(model, units)
+    for _, unit in units:
         fully_shard(
             unit,
             mesh=mesh,
@@ -185,6 +189,27 @@ def shard(model: nn.Module, settings: EngineSettings, options: Fsdp2Options) -> 
         )
     # The root holds what is left, and is needed again at once in the backward: it is not resharded in between.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+
+
+def check_dtypes(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+    """Refuse trainable parameters of two dtypes in one unit, which fully_shard would flatten together.
+
+    Raises:
+        BackendError: names the unit and two parameters.
+    """
+    names, seen = {p: name for name, p in model.named_parameters()}, set[nn.Parameter]()
+    for unit, module in [*units, ("", model)]:
+        # What shards already is in a unit of its own.
+        own = [p for p in module.parameters() if p.requires_grad and p not in seen and not isinstance(p, DTensor)]
+        seen.update(own)
+        other = next((p for p in own if p.dtype != own[0].dtype), None)
+        if other is not None:
+            where = f"the unit {unit}" if unit else "what lies in no block"
+            raise BackendError(
+                f"this backend cannot shard the model: {where} has trainable parameters of two dtypes, "
+                f"{names[own[0]]} ({own[0].dtype}) and {names[other]} ({other.dtype}); call model.float() first, or "
+                "list modules of one dtype each under blocks"
+            )
 
 
 def shard_norms(model: nn.Module, settings: EngineSettings, mesh: DeviceMesh | None, cpu_offload: bool) -> None:

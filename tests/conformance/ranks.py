@@ -253,6 +253,11 @@ def run_refusals(backend: Any) -> dict[str, str]:
         other = torch.nn.Linear(2, 2)
         opened(engines, Case("stranger"), lambda named: torch.optim.SGD(other.parameters(), lr=0.1))
 
+    def two_dtypes(engines: list[Any]) -> None:
+        model = build_model(Case("plain"))
+        next(iter(model.parameters())).data = next(iter(model.parameters())).data.to(torch.bfloat16)
+        opened(engines, Case("plain"), model=model)
+
     def without_dimension(engines: list[Any]) -> None:
         model = torch.nn.Linear(2, 2)
         model.gain = torch.nn.Parameter(torch.tensor(1.0))
@@ -364,6 +369,7 @@ def run_refusals(backend: Any) -> dict[str, str]:
     attempt("empty window", empty)
     attempt("stranger in the optimizer", stranger)
     attempt("no dimension", without_dimension)
+    attempt("two dtypes", two_dtypes)
     attempt("wrong blocks", wrong_blocks)
     attempt("adafactor", adafactor)
     attempt("nothing to train", nothing_to_train)

@@ -133,6 +133,15 @@ def test_a_parameter_without_dimension_is_refused_where_it_cannot_be_cut(refusal
         assert message == "no error"
 
 
+def test_trainable_parameters_of_two_dtypes_are_refused_where_they_cannot_be_cut(refusals: Any, backend: str) -> None:
+    message, shards = refusals(backend)["two dtypes"], traits_of(backend).shards
+    if shards:
+        assert message.startswith("BackendError") and "cannot shard the model" in message and "bfloat16" in message
+        assert "model.float()" in message
+    else:
+        assert message == "no error"
+
+
 def test_blocks_that_match_nothing_are_refused_where_they_are_used(refusals: Any, backend: str) -> None:
     # B33.
     message = refusals(backend)["wrong blocks"]
