@@ -1,10 +1,11 @@
-"""What a run starts from, looked for before any process starts: the checkpoint and the weights that a recipe names.
+"""What a run starts from and saves to, looked at before any process starts: the paths that a recipe names.
 
 Only the file system of this machine is looked at; of a URL, that something can open it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ _SHOWN = 8
 
 
 def check_sources(loaded: Loaded) -> Iterator[Problem]:
-    """What keeps checkpoint.resume and init_from from being read."""
+    """What keeps checkpoint.resume and init_from from being read, and checkpoint.folder from being written to."""
     recipe = loaded.recipe
     resume = recipe.checkpoint.resume
     asked = {
@@ -39,6 +40,21 @@ def check_sources(loaded: Loaded) -> Iterator[Problem]:
                 message = f"cannot read {path!r}: {(isinstance(error, OSError) and error.strerror) or error}"
             if message:
                 yield Problem(place=loaded.place(key), key=key, message=message)
+    folder = recipe.checkpoint.folder
+    if folder is not None and "://" not in folder and (message := _not_writable(Path(folder))):
+        yield Problem(place=loaded.place("checkpoint.folder"), key="checkpoint.folder", message=message)
+
+
+def _not_writable(folder: Path) -> str:
+    """Why no checkpoint can be written into a folder that may not be there yet; empty when one can."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    if not there.is_dir():
+        return f"{str(folder)!r} cannot be a folder: {there} is a file; name another"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return (
+            f"{str(folder)!r} cannot be written to: {there} does not let you; name another, or change its permissions"
+        )
+    return ""
 
 
 def _unknown_scheme(url: str) -> str:

@@ -146,3 +146,15 @@ def test_both_are_told_at_once() -> None:
 def test_a_url_that_nothing_here_opens_is_refused_before_anything_starts(key: str) -> None:
     assert said(key, "memory://bucket/runs") == ""
     assert said(key, "nosuch://bucket/runs").startswith("'nosuch://bucket/runs' cannot be opened: ")
+
+
+def test_a_folder_that_no_checkpoint_can_be_written_into_is_told(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert said("checkpoint.folder", "kept/here") == said("checkpoint.folder", "notes") == ""
+    assert said("checkpoint.folder", "weights.safetensors/kept") == (
+        f"'weights.safetensors/kept' cannot be a folder: {project / 'weights.safetensors'} is a file; name another"
+    )
+    # Root may write everywhere.
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert said("checkpoint.folder", "notes/kept").startswith("'notes/kept' cannot be written to: ")
