@@ -27,27 +27,27 @@ def check_sources(loaded: Loaded) -> Iterator[Problem]:
     asked = {
         "checkpoint.resume": (None if resume in ("auto", "never") else resume, _not_resumed),
         "init_from": (recipe.init_from, _not_initial),
+        "checkpoint.folder": (recipe.checkpoint.folder, _not_writable),
     }
-    for key in ("checkpoint.resume", "init_from", "checkpoint.folder"):
-        url = {"checkpoint.resume": resume, "init_from": recipe.init_from}.get(key, recipe.checkpoint.folder)
-        if url is not None and "://" in url and (message := _unknown_scheme(url)):
-            yield Problem(place=loaded.place(key), key=key, message=message)
     for key, (path, complaint) in asked.items():
-        if path is not None and "://" not in path:
-            try:
-                message = _missing(path, key) or complaint(Path(path))
-            except (OSError, ValueError) as error:
-                message = f"cannot read {path!r}: {(isinstance(error, OSError) and error.strerror) or error}"
-            if message:
-                yield Problem(place=loaded.place(key), key=key, message=message)
-    folder = recipe.checkpoint.folder
-    if folder is not None and "://" not in folder and (message := _not_writable(Path(folder))):
-        yield Problem(place=loaded.place("checkpoint.folder"), key="checkpoint.folder", message=message)
+        if path is None:
+            continue
+        try:
+            if "://" in path:
+                message = _unknown_scheme(path)
+            else:
+                # A folder to write into is made where it is missing.
+                missing = "" if key == "checkpoint.folder" else _missing(path, key)
+                message = missing or complaint(Path(path))
+        except (OSError, ValueError) as error:
+            message = f"cannot read {path!r}: {(isinstance(error, OSError) and error.strerror) or error}"
+        if message:
+            yield Problem(place=loaded.place(key), key=key, message=message)
 
 
 def _not_writable(folder: Path) -> str:
     """Why no checkpoint can be written into a folder that may not be there yet; empty when one can."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{str(folder)!r} cannot be a folder: {there} is a file; name another"
     if not os.access(there, os.W_OK | os.X_OK):
