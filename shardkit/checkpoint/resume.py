@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,9 +73,12 @@ def find(resume: str, own: Storage, world: World, how: Verify = "full") -> Found
     asked = asked_for(resume, world, how)
     if _same(asked.storage.root, own.root):
         return asked
-    # The same command once more goes on from what it has made since.
-    since = newest(own, world, how)
-    return since if since is not None and _began_from(since, resume) else asked
+    # The same command once more goes on from what it has made since; where that is damaged, from where it was told to.
+    with suppress(CheckpointError):
+        since = newest(own, world, how)
+        if since is not None and _began_from(since, resume):
+            return since
+    return asked
 
 
 def _same(one: str, other: str) -> bool:

@@ -276,6 +276,13 @@ def test_what_a_run_left_out_of_its_start_is_not_left_out_of_its_own_checkpoints
     again = small(launch_ranks, ("ddp", 2), tmp_path / "again", *resumed)
     assert again["losses"] == whole["losses"] and sorted(again["losses"]) == [3, 4, 5, 6, 7, 8]
     assert not list((tmp_path / "again" / "checkpoints").glob("superseded-*"))
+    # Where all it has made is damaged, the path is the way out.
+    for manifest in (tmp_path / "again" / "checkpoints").glob("*/manifest.json"):
+        manifest.write_text("{")
+    assert sorted(small(launch_ranks, ("ddp", 2), tmp_path / "again", *resumed, "train.stop_at_step=4")["losses"]) == [
+        3,
+        4,
+    ]
 
 
 def test_a_run_does_not_go_on_from_another_whose_folder_has_its_name(
