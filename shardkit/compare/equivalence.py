@@ -266,7 +266,8 @@ def _equivalent(curves: Sequence[Curve], compared: Sequence[int], facts: dict[st
     near = f"losses within {within:.1e} of the reference" if within else "losses equal to the last bit"
     evaluated = next((curve for curve in curves if curve.name == EVALUATION and curve.steps[0] <= telling), None)
     if evaluated:
-        near += f" (of evaluations within {_largest(evaluated, telling):.1e})"
+        apart = _largest(evaluated, telling)
+        near += f" (of evaluations {f'within {apart:.1e}' if apart else 'too'})"
     sentence = f"equivalent: {near} over {telling} steps"
     if telling < compared[-1]:
         # Of a model that does not amplify, the steps after that say something all the same.

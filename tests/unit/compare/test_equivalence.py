@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,3 +181,23 @@ def test_a_loss_near_zero_is_compared_on_the_scale_of_the_first() -> None:
     ]  # fmt: skip
     found = judged(make_arm("other", tiny[1:]), reference=make_arm("reference", tiny[:1]))
     assert found.outcome == "equivalent"
+
+
+def evaluated(run: Run, *losses: float | None) -> Run:
+    evals = [{"kind": "eval", "step": 10 * (i + 1), "loss": loss, "items": 9} for i, loss in enumerate(losses)]
+    return replace(run, evals=evals)
+
+
+def test_losses_of_evaluations_are_held_to_each_other() -> None:
+    reference = make_arm("reference", [evaluated(make_run(), 1.5, 1.0, 0.5)], BATCH_NORM)
+    equal = judged(make_arm("other", [evaluated(make_run(), 1.5, 1.0, 0.5 * (1 + 1e-6))]), reference=reference)
+    assert equal.outcome == "equivalent" and "(of evaluations within 1.0e-06)" in equal.equivalence.sentence
+    arm = make_arm("other", [evaluated(make_run(), 1.5, 1.2, 0.5)], normalization__policy="deferred")
+    found = judged(arm, reference=reference)
+    assert (found.outcome, found.equivalence.curve, found.equivalence.step) == ("different", "eval_loss", 20)
+    assert found.equivalence.sentence.startswith("different from step 20 on: the evaluation loss differs by 2.0e-01")
+    assert found.cause and found.cause.startswith("BatchNorm statistics")
+    # A run that did not evaluate, or not at these steps, says nothing of it; what is not finite does.
+    assert judged(make_arm("other", [make_run()]), reference=reference).outcome == "equivalent"
+    broken = judged(make_arm("other", [evaluated(make_run(), 1.5, None, 0.5)]), reference=reference)
+    assert broken.outcome == "different" and "is not finite in one of the two" in broken.equivalence.sentence
