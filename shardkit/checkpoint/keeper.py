@@ -181,7 +181,7 @@ class Background:
         optimizer.register_step_pre_hook(lambda *_: void(self._copied.wait()))
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self._error: Exception | None = None
 
     def start(self, content: Content, write: Callable[[Content, World], None], world: World) -> None:
         """Copy `content` and write the copy; the optimizer's next step waits for the last of it to be copied.
@@ -201,10 +201,8 @@ class Background:
                 finally:
                     self._copied.set()
                 write(taken, self._world)
-            except CheckpointError as error:
-                self._error = error
             except Exception as error:
-                self._error = CheckpointError(f"a checkpoint in the background: {type(error).__name__}: {error}")
+                self._error = error
 
         # A daemon: an error in training must end the process.
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -215,6 +213,7 @@ class Background:
 
         Raises:
             CheckpointError: it failed, which all ranks know.
+            Exception: whatever else ended it on this rank, as a peer that has gone.
         """
         if self._thread is None:
             return

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 # What a rank says when a peer has gone or is silent: gloo's words, then NCCL's.
 _GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"
+    r"|Socket (?:unexpectedly )?closed \[|Pair is not connected"
     r"|NCCL communicator was aborted|remote process exited"
 )
-_SILENT = re.compile(r"Timed out waiting|Socket Timeout|Watchdog caught collective")
+_SILENT = re.compile(
+    r"Timed out waiting|Application timeout caused pair closure|Socket Timeout|Watchdog caught collective"
+)
 # What torch says on any device, and what systems say.
 _SHORT = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|not enough memory", re.IGNORECASE)
 

@@ -23,6 +23,7 @@ from shardkit.checkpoint.source import source_of
 from shardkit.checkpoint.storage import LocalStorage
 from shardkit.checkpoint.verification import open_verified
 from shardkit.errors import CheckpointError
+from shardkit.launch.failure import is_consequence
 from shardkit.recipe.schema import Checkpoint
 from shardkit.seeds import read_streams
 from shardkit.world import World
@@ -230,15 +231,22 @@ def test_a_failure_can_be_a_warning(
     assert kept(tmp_path) == [1, 3]
 
 
-def test_an_error_of_any_kind_in_the_background_is_told(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_save_error", ["raise", "warn"])
+def test_a_peer_that_goes_during_a_save_in_the_background_is_told_as_that(
+    make: Any, monkeypatch: pytest.MonkeyPatch, on_save_error: str
+) -> None:
+    gone = RuntimeError("[pair.cc:537] Read error [127.0.0.1]:22403: Connection reset by peer.")
+
     def write(*args: Any, **more: Any) -> str:
-        raise RuntimeError("connection closed by peer")
+        raise gone
 
     monkeypatch.setattr(keeper_module, "write_checkpoint", write)
-    keeper = make(every=1, asynchronous=True)
+    keeper = make(every=1, asynchronous=True, on_save_error=on_save_error)
     keeper.save(1, {}, STREAMS)
-    with pytest.raises(CheckpointError, match="RuntimeError: connection closed by peer"):
+    with pytest.raises(RuntimeError) as caught:
         keeper.close()
+    # As its own error it would be taken for the cause: the peer's end is.
+    assert caught.value is gone and is_consequence(caught.value)
 
 
 def test_no_memory_for_the_copy_is_an_error_like_any_other(
