@@ -257,7 +257,7 @@ def _refuse_fresh(engine: Engine, manifest: Manifest, canonical: Mapping[str, st
                 f"parameter group {index}: {listed(fresh)} would begin without state, and this backend counts the "
                 f"steps of {stepped[0]} and all others of the group together: the first steps would be scaled "
                 "otherwise than on other backends. Put what begins into a group of its own with parameter_groups, "
-                "load its state too, or use a backend that keeps state by parameter, as ddp or fsdp2"
+                "load its state too, or use a backend that keeps state by parameter"
             )
 
 

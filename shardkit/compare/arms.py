@@ -61,14 +61,18 @@ def arms_of(
         RequestError: an arm has no name, or two have the same, or there are less than two.
     """
     common = tuple(overrides)
-    found = [ArmRequest(name=name, recipe=recipe, overrides=(*common, f"backend={name}")) for name in backends]
+    found = [ArmRequest(name=name, recipe=recipe, overrides=on_backend(recipe, common, name)) for name in backends]
     if not backends:
         found.append(ArmRequest(name=_stem(recipe), recipe=recipe, overrides=common))
     for text in arms:
         name, _, settings = text.partition(":")
         if not _NAME.fullmatch(name.strip()) or "=" not in settings:
             raise RequestError(f"--arm {text!r} is no arm; expected 'NAME: key=value key=value'")
-        found.append(ArmRequest(name=name.strip(), recipe=recipe, overrides=(*common, *shlex.split(settings))))
+        try:
+            words = shlex.split(settings)
+        except ValueError as error:
+            raise RequestError(f"--arm {text!r} cannot be split into words: {error}") from None
+        found.append(ArmRequest(name=name.strip(), recipe=recipe, overrides=(*common, *words)))
     found += [ArmRequest(name=_stem(other), recipe=other, overrides=common) for other in versus]
     names = [arm.name for arm in found]
     doubled = sorted({name for name in names if names.count(name) > 1})
@@ -80,6 +84,21 @@ def arms_of(
             "other-recipe.yaml"
         )
     return found
+
+
+def on_backend(recipe: str, overrides: Sequence[str], name: str) -> tuple[str, ...]:
+    """The words that run a recipe on a backend, with the backend options of the command line.
+
+    The recipe's own backend stays as it is, with the options it has there. One that has no such option refuses it when
+    the words are loaded.
+    """
+    options = [word for word in overrides if word.startswith("backend.options.")]
+    others = [word for word in overrides if word not in options]
+    try:
+        own = load(recipe, others, options_of=registry.options_of).recipe.backend.name
+    except RequestError:
+        own = None  # told when the words are loaded
+    return tuple(overrides) if name == own else (*others, f"backend={name}", *options)
 
 
 def _stem(recipe: str) -> str:

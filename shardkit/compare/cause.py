@@ -97,8 +97,8 @@ RULES = (
 _BY_CURVE = {
     "lr": r"schedul|lr|max_(steps|epochs)",
     "items": r"^batch\.|^data\.|world size",
-    # Training goes on as in the other arm: what only evaluations see is other data, or other running statistics.
-    "eval_loss": r"^data\.eval|^evaluation|^normalization|norm",
+    # Where training is the same: what only evaluations see is other data, or other running statistics.
+    "eval_loss": r"^data\.eval|^evaluation|^normalization|^explain: .*norm",
 }
 
 

@@ -110,8 +110,7 @@ def micro_batch_size(global_batch_size: int, micro_batch_size: int, world_size: 
     )
 
 
-def make_job(recipe: str, overrides: Sequence[str], place: Place, folder: Path, kind: str, more: Sequence[str]) -> Job:
-    arm = ArmRequest(name=place.name, recipe=recipe, overrides=(*overrides, f"backend={place.backend}"))
+def make_job(arm: ArmRequest, place: Place, folder: Path, kind: str, more: Sequence[str]) -> Job:
     return Job(
         arm=arm,
         repeat=1,

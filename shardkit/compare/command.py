@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.compare import check as checking
-from shardkit.compare.arms import ArmRequest, arms_of
+from shardkit.compare.arms import ArmRequest, arms_of, on_backend
 from shardkit.compare.jobs import Job, in_turn, plan, run
 from shardkit.compare.results import Arm, Comparison, Run, read_arm, read_run
 from shardkit.compare.seed import write_seed
@@ -53,7 +53,8 @@ def compare(wanted: Wanted) -> int:
         raise RequestError(f"--repeats {wanted.repeats} compares nothing; expected 1 or more")
     loaded, sizes = _checked(requests)
     folder = wanted.output or Path("runs") / "compare" / time.strftime("%Y%m%d-%H%M%S")
-    plan(folder, requests, {"repeats": wanted.repeats, "steps": wanted.steps})
+    resolved = {name: each.recipe for name, each in loaded.items()}
+    plan(folder, requests, resolved, {"repeats": wanted.repeats, "steps": wanted.steps})
     seeds = {arm.name: write_seed(loaded[arm.name].recipe, folder) for arm in requests}
 
     def job(arm: ArmRequest, repeat: int, name: str | None = None) -> Job:
@@ -134,11 +135,13 @@ def check(wanted: Checked) -> int:
     reference = checking.Place(backend=checking.REFERENCE, world_size=1)
     again = replace(reference, again=True)
     places = [checking.Place(backend=b, world_size=w) for b in backends for w in wanted.world_sizes]
+    # The reference is one process of plain torch: options of backends are not its.
+    plain = [word for word in wanted.overrides if not word.startswith("backend.options.")]
+    words = dict.fromkeys((reference, again), (*plain, f"backend={reference.backend}"))
+    words |= {place: on_backend(wanted.recipe, wanted.overrides, place.backend) for place in places}
     requests = {
-        place: ArmRequest(
-            name=place.name, recipe=wanted.recipe, overrides=(*wanted.overrides, f"backend={place.backend}")
-        )
-        for place in (reference, again, *places)
+        place: ArmRequest(name=place.name, recipe=wanted.recipe, overrides=overrides)
+        for place, overrides in words.items()
     }
     recipes = {place: request.load() for place, request in requests.items()}
     recipe = recipes[reference].recipe
@@ -147,15 +150,14 @@ def check(wanted: Checked) -> int:
     items, dropout, norms = _facts(recipe)
     for place in places:
         checking.micro_batch_size(recipe.batch.global_batch_size, recipe.batch.micro_batch_size, place.world_size)
-    plan(folder, list(requests.values()), facts)
+    plan(folder, list(requests.values()), {place.name: each.recipe for place, each in recipes.items()}, facts)
     seed = write_seed(recipe, folder)
     more = [f"init_from={seed}", "load.strict=false"] if seed else []
 
     def jobs(kind: str, clip: float | None) -> list[Job]:
         return [
             checking.make_job(
-                wanted.recipe,
-                wanted.overrides,
+                requests[place],
                 place,
                 folder,
                 kind,
@@ -176,7 +178,8 @@ def check(wanted: Checked) -> int:
     second = jobs("steps", None if recipe.train.max_grad_norm is not None else norm / 2)
     with watching(second) as watcher:
         failures |= run(second, watcher)
-    return _findings(wanted, folder, reference, again, places, failures, dropout=dropout, norms=norms)
+    precision = recipe.train.precision
+    return _findings(wanted, folder, reference, again, places, failures, precision, dropout=dropout, norms=norms)
 
 
 def _findings(
@@ -186,26 +189,26 @@ def _findings(
     again: checking.Place,
     places: list[checking.Place],
     failures: dict[tuple[str, int], str],
+    precision: str,
     *,
     dropout: bool,
     norms: bool,
 ) -> int:
     from shardkit.checkpoint.weights import open_weights
 
-    recipe = load(wanted.recipe, wanted.overrides, options_of=registry.options_of).recipe
     seeds = sorted(folder.glob("seed-*.safetensors"))
     start = open_weights(str(seeds[0])) if seeds else None
-    itself = checking.compare_place(folder, again, reference, start, recipe.train.precision)
+    itself = checking.compare_place(folder, again, reference, start, precision)
     found = []
     for place in places:
         error = failures.get((place.name, 1), "")
         if error:
             found.append(checking.Finding(place=place, error=error, errors={}))
         else:
-            found.append(checking.compare_place(folder, place, reference, start, recipe.train.precision))
+            found.append(checking.compare_place(folder, place, reference, start, precision))
     causes = {
         each.place.name: checking.cause(
-            each, noisy=not itself.agrees, norms=norms, dropout=dropout, precision=recipe.train.precision
+            each, noisy=not itself.agrees, norms=norms, dropout=dropout, precision=precision
         )
         for each in found
         if each.first

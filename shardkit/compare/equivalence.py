@@ -48,6 +48,11 @@ class Curve:
         """How many times the allowed difference it is, at the worst step."""
         return max((d / a for d, a in zip(self.difference, self.allowed, strict=True) if d > 0), default=0.0)
 
+    @property
+    def telling(self) -> int:
+        """The last step at which a difference would be evidence; 0 = none."""
+        return max((s for s, a in zip(self.steps, self.allowed, strict=True) if math.isfinite(a)), default=0)
+
     def at(self, step: int) -> tuple[float, float]:
         """(difference, allowed) at a step."""
         index = self.steps.index(step)
@@ -71,7 +76,7 @@ class Equivalence:
     steps: int = 0
     # That were compared.
     telling: int = 0
-    # The last step at which a difference would be evidence.
+    # The last step at which a difference of the loss would be evidence.
     dtype: str = "fp32"
     noise: str = "not measured"
     curves: tuple[Curve, ...] = ()
@@ -113,16 +118,13 @@ def compare_runs(
 ) -> Equivalence:
     """Compare two runs; `floor`: measured noise by curve and step, `limit`: the last step that counts."""
     curves = [*_rounded(reference, run, tolerance, floor or {}, limit), *_exact(reference, run, limit)]
-    compared = curves[0].steps if curves else []
+    compared = next((curve.steps for curve in curves if curve.name == "loss"), [])
     noise = (
         "measured"
         if any(any(v > 0 for v in each.values()) for each in (floor or {}).values())
         else ("bit-equal" if floor else "not measured")
     )
-    telling = max(
-        (s for c in curves if c.name == "loss" for s, a in zip(c.steps, c.allowed, strict=True) if math.isfinite(a)),
-        default=0,
-    )
+    telling = max((curve.telling for curve in curves if curve.name == "loss"), default=0)
     facts: dict[str, Any] = {
         "steps": len(compared),
         "telling": telling,
@@ -130,9 +132,10 @@ def compare_runs(
         "noise": noise,
         "curves": tuple(curves),
     }
-    diverged = [(curve.first, index) for index, curve in enumerate(curves) if curve.first is not None]
+    # An evaluation comes after the step that it is of.
+    diverged = [(c.first, c.name == EVALUATION, index) for index, c in enumerate(curves) if c.first is not None]
     if diverged:
-        step, index = min(diverged)
+        step, _, index = min(diverged)
         return _different(curves[index], step, facts)
     if len(compared) < FEWEST_STEPS:
         few = f"inconclusive: {len(compared)} steps in common are too few; at least {FEWEST_STEPS} are needed"
@@ -140,7 +143,9 @@ def compare_runs(
     if telling < compared[FEWEST_STEPS - 1]:
         noisy = "inconclusive: too noisy; the reference is as far from itself as any fault would be from it"
         return Equivalence(verdict="inconclusive", sentence=noisy + ".", **facts)
-    return _equivalent(curves, compared, facts)
+    found = _equivalent(curves, compared, facts)
+    silent = _not_evaluated(reference, run, curves)
+    return _with(found, sentence=f"{found.sentence} {silent}") if silent else found
 
 
 def noise_floor(comparison: Comparison) -> dict[str, dict[int, float]] | None:
@@ -240,10 +245,12 @@ def _different(curve: Curve, step: int, facts: dict[str, Any]) -> Equivalence:
     difference, allowed = curve.at(step)
     index = curve.steps.index(step)
     what = {**CURVES, **EXACT}[curve.name]
-    apart = "is not finite in one of the two" if difference == math.inf else f"differs by {difference:.1e}"
+    # As many digits as show that it is more.
+    digits = 1 if f"{difference:.1e}" != f"{allowed:.1e}" else 4
+    apart = "is not finite in one of the two" if difference == math.inf else f"differs by {difference:.{digits}e}"
     sentence = (
         f"different from step {step} on: the {what} {apart} ({curve.reference[index]:.6g} in the reference, "
-        f"{curve.arm[index]:.6g} here), and rounding explains {allowed:.1e} there."
+        f"{curve.arm[index]:.6g} here), and rounding explains {allowed:.{digits}e} there."
     )
     return Equivalence(
         verdict="different",
@@ -264,9 +271,9 @@ def _equivalent(curves: Sequence[Curve], compared: Sequence[int], facts: dict[st
     telling = facts["telling"]
     within = _largest(loss, telling)
     near = f"losses within {within:.1e} of the reference" if within else "losses equal to the last bit"
-    evaluated = next((curve for curve in curves if curve.name == EVALUATION and curve.steps[0] <= telling), None)
+    evaluated = next((curve for curve in curves if curve.name == EVALUATION and curve.telling), None)
     if evaluated:
-        apart = _largest(evaluated, telling)
+        apart = _largest(evaluated, evaluated.telling)
         near += f" (of evaluations {f'within {apart:.1e}' if apart else 'too'})"
     sentence = f"equivalent: {near} over {telling} steps"
     if telling < compared[-1]:
@@ -276,6 +283,20 @@ def _equivalent(curves: Sequence[Curve], compared: Sequence[int], facts: dict[st
             "more to a sensitive model, so those are no evidence)"
         )
     return Equivalence(verdict="equivalent", sentence=sentence + ".", **facts)
+
+
+def _not_evaluated(reference: Run, run: Run, curves: Sequence[Curve]) -> str:
+    """That evaluations, which there are, say nothing of the two, and why; empty where they do."""
+    curve = next((curve for curve in curves if curve.name == EVALUATION), None)
+    if curve is None:
+        if not (reference.evals or run.evals):
+            return ""
+        why = "no step in common" if reference.evals and run.evals else "only one of the two made any"
+    elif not curve.telling and curve.reference != curve.arm:
+        why = f"at the first, step {curve.steps[0]}, rounding alone may do more to a sensitive model"
+    else:
+        return ""
+    return f"Evaluations were not compared: {why}."
 
 
 def _largest(curve: Curve, last: int) -> float:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from shardkit.compare.arms import ArmRequest
 from shardkit.errors import RequestError
 from shardkit.jobs import launched, metrics_lines, status
+from shardkit.recipe.schema import Recipe
 
 PLAN = "comparison.json"
 
@@ -49,22 +50,48 @@ class Watcher(Protocol):
     def ended(self, job: Job, seconds: float, error: str) -> None: ...
 
 
-def plan(folder: Path, arms: list[ArmRequest], facts: dict[str, Any]) -> None:
+def plan(folder: Path, arms: list[ArmRequest], recipes: dict[str, Recipe], facts: dict[str, Any]) -> None:
     """Write down what is compared, or find that the folder holds the same comparison, to go on with it.
+
+    Args:
+        folder: of the comparison.
+        arms: what each runs.
+        recipes: of each arm by its name, resolved: a file may be edited before a comparison is gone on with.
+        facts: what else decides what is run.
 
     Raises:
         RequestError: it holds something else.
     """
-    wanted = {"arms": [arm.to_json() for arm in arms], **facts}
+    resolved = {name: asdict(recipe) for name, recipe in recipes.items()}
+    wanted = json.loads(
+        json.dumps({"arms": [arm.to_json() for arm in arms], "recipes": resolved, **facts}, default=str)
+    )
     path = folder / PLAN
     if path.exists():
-        if json.loads(path.read_text(encoding="utf-8")) != wanted:
-            raise RequestError(f"{str(folder)!r} holds another comparison ({PLAN}); give a new folder with --output")
+        try:
+            there = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RequestError(f"{path} cannot be read ({error}); give a new folder with --output") from None
+        if there != wanted:
+            why = _edited(there, wanted)
+            raise RequestError(
+                f"{str(folder)!r} holds another comparison ({PLAN}{why}); give a new folder with --output"
+            )
         return
     if folder.exists() and any(folder.iterdir()):
         raise RequestError(f"{str(folder)!r} is not empty, and holds no comparison to go on with; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+
+
+def _edited(there: Any, wanted: dict[str, Any]) -> str:
+    """Which sections of an arm's recipe are not what they were; empty where more than that is another."""
+    if not isinstance(there, dict) or {**there, "recipes": None} != {**wanted, "recipes": None}:
+        return ""
+    name, recipe = next((n, r) for n, r in wanted["recipes"].items() if there["recipes"].get(n) != r)
+    before = there["recipes"].get(name) or {}
+    keys = [key for key in recipe if recipe[key] != before.get(key)]
+    return f": since then {', '.join(keys)} of arm {name} has changed"
 
 
 def in_turn(arms: list[ArmRequest], repeats: int, make: Callable[[ArmRequest, int], Job]) -> Iterator[Job]:

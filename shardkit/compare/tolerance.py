@@ -49,16 +49,18 @@ class Tolerance:
     # Above it a difference is no evidence: any two runs may be that far apart.
     margin: float = 10.0
     # What was measured once is not the largest there is.
+    evaluation: Law | None = None
+    # Of the loss of an evaluation; None = that of training.
 
     def allowed(self, curve: str, steps: Sequence[int], noise: Mapping[int, float] | None) -> list[float]:
         """The bound of a curve (loss, grad_norm or eval_loss) at each step.
 
         Args:
-            curve: an evaluation's loss is bound as that of training.
+            curve: which one.
             steps: from 1.
             noise: measured differences by step, if any.
         """
-        law = self.grad_norm if curve == "grad_norm" else self.loss
+        law = {"grad_norm": self.grad_norm, "eval_loss": self.evaluation or self.loss}.get(curve, self.loss)
         noisy = _envelopes(noise or {}, self.margin)
         return [max(law.at(step), min((each.at(step) for each in noisy), default=0.0)) for step in steps]
 
@@ -76,7 +78,15 @@ def _envelopes(noise: Mapping[int, float], margin: float) -> list[Law]:
 
 # fp32: eps 1.2e-7; at step 1 seven backends differ by at most 3e-8 (loss) and 3e-7 (gradient norm). An activation that
 # flipped at step 7 made 1e-4 (gradient norm) of it there, 4e-4 and 1e-2 at step 15, 6e-3 and 4e-2 at step 30.
-FP32 = Tolerance(dtype="fp32", loss=Law(first=2e-6, growth=3), grad_norm=Law(first=2e-5, growth=4), most=1e-1)
+# Running statistics carry a flip on: with policy sync on digits-resnet, ddp against zero3, an evaluation after step 29
+# differs by 4.9e-2 and 0.8e-2 (two seeds) where the training loss differs by 0.4e-2 and 0.2e-2: at most 0.19 of this.
+FP32 = Tolerance(
+    dtype="fp32",
+    loss=Law(first=2e-6, growth=3),
+    grad_norm=Law(first=2e-5, growth=4),
+    evaluation=Law(first=2e-6, growth=3.5),
+    most=1e-1,
+)
 # Without a flip: 1e-7 and 1e-6 up to step 10.
 FP32_NARROW = Tolerance(dtype="fp32", loss=Law(first=3e-7, growth=1), grad_norm=Law(first=3e-6, growth=1), most=1e-1)
 # bf16: eps 7.8e-3, averaged over a batch: 2e-5 and 1e-4 at step 1, 2e-3 and 3e-2 at step 20 between ddp and fsdp2.

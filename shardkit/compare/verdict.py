@@ -8,7 +8,7 @@ from typing import Any
 
 from shardkit.compare.cause import cause
 from shardkit.compare.costs import Costs, costs
-from shardkit.compare.equivalence import Equivalence, equivalence
+from shardkit.compare.equivalence import EVALUATION, Equivalence, equivalence
 from shardkit.compare.results import Arm, Comparison
 from shardkit.compare.settings import Setting, differences
 from shardkit.compare.speed import Speed, speeds
@@ -93,6 +93,12 @@ def recommendation(found: Mapping[str, Verdict]) -> str:
     return f"Pick {picked.arm}. No difference in speed or memory is shown to {names}, and it comes first."
 
 
+def _speaking(found: Equivalence) -> str | None:
+    """The curve that differs first, where it says what kind of setting it is."""
+    trained_apart = any(curve.first is not None for curve in found.curves if curve.name != EVALUATION)
+    return None if found.curve == EVALUATION and trained_apart else found.curve
+
+
 def _verdict(comparison: Comparison, reference: Arm, arm: Arm, speed: Speed | None) -> Verdict:
     found = equivalence(comparison, arm)
     is_reference = arm is reference
@@ -103,7 +109,7 @@ def _verdict(comparison: Comparison, reference: Arm, arm: Arm, speed: Speed | No
         speed=speed,
         costs=costs(arm),
         completed=len(arm.completed),
-        cause=cause(reference, arm, found.curve) if found.verdict == "different" and not is_reference else None,
+        cause=cause(reference, arm, _speaking(found)) if found.verdict == "different" and not is_reference else None,
         settings=() if is_reference else tuple(differences(reference, arm)),
         errors=tuple(
             f"{run.status}: {run.error or 'no error was written'}" for run in arm.runs if run.status != "completed"

@@ -41,6 +41,15 @@ def test_parameters_are_cast_and_buffers_are_not(save: Save, tmp_path: Path) -> 
     assert torch.equal(tensors["body.weight"], trained()[0].body.weight.detach().to(torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("option", "given"), [("--step", Options(step=3)), ("--optimizer", Options(optimizer="torch.optim.SGD"))]
+)
+def test_options_for_other_libraries_are_refused(save: Save, tmp_path: Path, option: str, given: Options) -> None:
+    with pytest.raises(RequestError, match=f"{option} is for checkpoints of other libraries; .* leave it out"):
+        convert(str(save()), str(tmp_path / "net.safetensors"), given)
+    assert not (tmp_path / "net.safetensors").exists()
+
+
 def test_a_folder_in_shards_has_an_index(save: Save, tmp_path: Path) -> None:
     out = Path(convert(str(save()), str(tmp_path / "hf"), Options(max_shard_size=200)))
     index = json.loads((out / "model.safetensors.index.json").read_text())

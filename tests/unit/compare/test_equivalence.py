@@ -190,7 +190,7 @@ def evaluated(run: Run, *losses: float | None) -> Run:
 
 def test_losses_of_evaluations_are_held_to_each_other() -> None:
     reference = make_arm("reference", [evaluated(make_run(), 1.5, 1.0, 0.5)], BATCH_NORM)
-    equal = judged(make_arm("other", [evaluated(make_run(), 1.5, 1.0, 0.5 * (1 + 1e-6))]), reference=reference)
+    equal = judged(make_arm("other", [evaluated(make_run(), 1.5, 1.0 + 1e-6, 0.5)]), reference=reference)
     assert equal.outcome == "equivalent" and "(of evaluations within 1.0e-06)" in equal.equivalence.sentence
     arm = make_arm("other", [evaluated(make_run(), 1.5, 1.2, 0.5)], normalization__policy="deferred")
     found = judged(arm, reference=reference)
@@ -201,3 +201,49 @@ def test_losses_of_evaluations_are_held_to_each_other() -> None:
     assert judged(make_arm("other", [make_run()]), reference=reference).outcome == "equivalent"
     broken = judged(make_arm("other", [evaluated(make_run(), 1.5, None, 0.5)]), reference=reference)
     assert broken.outcome == "different" and "is not finite in one of the two" in broken.equivalence.sentence
+
+
+def test_that_evaluations_were_not_compared_is_said() -> None:
+    def said(one: Run, other: Run) -> str:
+        found = judged(make_arm("other", [other]), reference=make_arm("reference", [one], BATCH_NORM))
+        assert found.outcome == "equivalent"
+        return found.equivalence.sentence
+
+    run, late = evaluated(make_run(), 1.5), evaluated(make_run(), *[None] * 3)
+    assert "valuation" not in said(make_run(), make_run())
+    assert said(run, make_run()).endswith("Evaluations were not compared: only one of the two made any.")
+    odd = replace(run, evals=[{**run.evals[0], "step": 11}])
+    assert said(run, odd).endswith("Evaluations were not compared: no step in common.")
+    assert late.evals[2]["step"] == 30
+    # By the law of an evaluation a difference after step 21 is no evidence.
+    one, other = (replace(run, evals=[{**late.evals[2], "loss": loss}]) for loss in (0.5, 0.6))
+    assert said(one, other).endswith(
+        "Evaluations were not compared: at the first, step 30, rounding alone may do more to a sensitive model."
+    )
+
+
+def test_an_update_that_an_evaluation_shows_first_is_not_laid_on_the_evaluation() -> None:
+    reference = make_arm("reference", [evaluated(make_run(), 1.5, 1.0)], BATCH_NORM)
+    run = changed(evaluated(make_run(), 1.6, 1.2), 11, loss=1.1)
+    settings = {"optimizer__weight_decay": 0.1, "data__eval": {"_target_": "data.Other"}}
+    found = judged(make_arm("other", [run], **settings), reference=reference)
+    assert (found.equivalence.curve, found.equivalence.step) == ("eval_loss", 10)
+    assert found.cause and found.cause.startswith("weight decay")
+    # At the same step what the step itself was comes first.
+    rate = changed(evaluated(make_run(), 1.6, 1.2), 10, lr=0.5)
+    assert judged(make_arm("other", [rate]), reference=reference).equivalence.curve == "lr"
+
+
+def test_runs_without_a_training_step_in_common_are_too_few_steps() -> None:
+    one, other = (evaluated(make_run(), 1.5, 1.0, 0.5) for _ in range(2))
+    one = replace(one, train=one.train[::2])
+    other = replace(other, train=other.train[1::2])
+    found = judged(make_arm("other", [other]), reference=make_arm("reference", [one]))
+    assert found.outcome == "inconclusive" and "0 steps in common are too few" in found.equivalence.sentence
+
+
+def test_a_difference_just_above_the_bound_is_shown_to_be_more() -> None:
+    reference = make_arm("reference", [evaluated(make_run(), 1.0)], BATCH_NORM)
+    bound = 2e-6 * 10**3.5
+    found = judged(make_arm("other", [evaluated(make_run(), 1.0 * (1 + 1.002 * bound))]), reference=reference)
+    assert "differs by 6.3372e-03" in found.equivalence.sentence and "explains 6.3246e-03" in found.equivalence.sentence
