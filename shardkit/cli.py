@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -224,6 +224,7 @@ def diff(
 
 @app.command()
 def compare(
+    context: typer.Context,
     what: Annotated[
         list[str],
         typer.Argument(metavar="RECIPE [key=value ...] | RUN RUN ...", help="a recipe to run, or runs that ended"),
@@ -243,8 +244,8 @@ def compare(
     from shardkit.compare import command
 
     def run() -> int:
-        folders = [Path(each) for each in what if (Path(each) / "metrics.jsonl").is_file()]
-        if folders and len(folders) == len(what):
+        if Path(what[0]).is_dir():
+            _refuse_options(context, "compare of runs that ended", besides=("what", "output"))
             return command.compare_runs(what, output)
         return command.compare(
             command.Wanted(
@@ -313,14 +314,21 @@ def explain(
 
 @app.command()
 def runs(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="where to look")] = Path("runs"),
     json: Json = False,
 ) -> None:
     """List the runs in a folder, the newest first: how far each has come, and how it ended."""
     from shardkit.compare import listing
 
-    found = listing.find_runs(folder)
-    _print(listing.to_json(found) if json else listing.table(found) if found else f"no run in {folder}")
+    def run() -> int:
+        if _is_given(context, "folder") and not folder.is_dir():
+            raise RequestError(f"{str(folder)!r} is no folder; expected one with runs in it")
+        found = listing.find_runs(folder)
+        _print(listing.to_json(found) if json else listing.table(found) if found else f"no run in {folder}")
+        return 0
+
+    _end(run)
 
 
 @app.command()
@@ -355,6 +363,27 @@ def _end(run: Callable[[], int]) -> None:
         typer.echo(f"{error.filename or 'the checkpoint'} cannot be read: {error.strerror or error}", err=True)
         code = 1
     raise typer.Exit(code)
+
+
+def _refuse_options(context: typer.Context, what: str, besides: Sequence[str]) -> None:
+    """Refuse the options of the command line that do not go with what was asked.
+
+    Raises:
+        RequestError: naming them.
+    """
+    given = [
+        option.opts[0]
+        for option in context.command.params
+        if option.name and option.name not in besides and _is_given(context, option.name)
+    ]
+    if given:
+        raise RequestError(f"{', '.join(given)}: not for a {what}, which runs nothing; leave it out")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _split(text: str) -> list[str]:

@@ -92,13 +92,18 @@ def on_backend(recipe: str, overrides: Sequence[str], name: str) -> tuple[str, .
     The recipe's own backend stays as it is, with the options it has there. One that has no such option refuses it when
     the words are loaded.
     """
-    options = [word for word in overrides if word.startswith("backend.options.")]
-    others = [word for word in overrides if word not in options]
+    options = [word for word in overrides if is_option(word)]
+    others = [word for word in overrides if not is_option(word)]
     try:
         own = load(recipe, others, options_of=registry.options_of).recipe.backend.name
     except RequestError:
         own = None  # told when the words are loaded
     return tuple(overrides) if name == own else (*others, f"backend={name}", *options)
+
+
+def is_option(word: str) -> bool:
+    """Whether a `key=value` gives an option of whatever backend there is."""
+    return re.match(r"\s*backend\.options\b", word) is not None
 
 
 def _stem(recipe: str) -> str:

@@ -19,7 +19,7 @@ from shardkit.compare.arms import ArmRequest
 from shardkit.compare.jobs import Job
 from shardkit.engines.registry import BUILT_IN
 from shardkit.errors import RequestError
-from shardkit.recipe.schema import Recipe
+from shardkit.recipe.schema import Batch, Recipe
 
 REFERENCE = next(name for name, adapter in BUILT_IN.items() if adapter.one_process)
 STEPS = 3
@@ -75,7 +75,6 @@ def probe_settings(recipe: Recipe, world_size: int, items: int, *, kind: str, cl
         RequestError: a global batch cannot be cut into two micro-batches a process.
     """
     batch = recipe.batch
-    micro = micro_batch_size(batch.global_batch_size, batch.micro_batch_size, world_size)
     count = min(items, 2 * batch.global_batch_size + batch.global_batch_size // 2 + 1)
     train = {"_target_": "shardkit.data.first.First", "count": count, "dataset": recipe.data.train}
     settings = [
@@ -83,8 +82,7 @@ def probe_settings(recipe: Recipe, world_size: int, items: int, *, kind: str, cl
         "data.eval=null",
         "data.drop_last=false",
         "evaluation={}",
-        f"batch.micro_batch_size={micro}",
-        f"launch.nproc_per_node={world_size}",
+        *cut(batch, world_size),
         "checkpoint={every: 1, keep_last: null}",
         "metrics.every=1",
         f"train.stop_at_step={1 if kind == 'gradient' else STEPS}",
@@ -93,6 +91,16 @@ def probe_settings(recipe: Recipe, world_size: int, items: int, *, kind: str, cl
         sgd = json.dumps({"_target_": "torch.optim.SGD", "lr": RATE})
         return [*settings, f"optimizer={sgd}", "parameter_groups=[]", "scheduler=null", "train.max_grad_norm=null"]
     return settings if clip is None else [*settings, f"train.max_grad_norm={clip:.6g}"]
+
+
+def cut(batch: Batch, world_size: int) -> tuple[str, ...]:
+    """Overrides that cut the windows of a recipe for a number of processes.
+
+    Raises:
+        RequestError: a global batch cannot be cut into two micro-batches a process.
+    """
+    micro = micro_batch_size(batch.global_batch_size, batch.micro_batch_size, world_size)
+    return f"batch.micro_batch_size={micro}", f"launch.nproc_per_node={world_size}"
 
 
 def micro_batch_size(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:

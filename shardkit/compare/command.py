@@ -5,25 +5,35 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardkit.compare import check as checking
-from shardkit.compare.arms import ArmRequest, arms_of, on_backend
-from shardkit.compare.jobs import Job, in_turn, plan, run
+from shardkit.compare.arms import ArmRequest, arms_of, is_option, on_backend
+from shardkit.compare.jobs import Job, in_turn, make_folder, plan, run
 from shardkit.compare.results import Arm, Comparison, Run, read_arm, read_run
 from shardkit.compare.seed import write_seed
 from shardkit.compare.watching import watching
 from shardkit.engines import registry
 from shardkit.errors import RequestError
+from shardkit.recipe.here import import_from_here
 from shardkit.recipe.load import load
 
 FAILED, DIFFERENT = 1, 5
 # Exit codes: an arm did not run to its end; the arms are not equivalent.
 AGAIN = "again"
 # Folder of the reference's further run, which shows how far it is from itself.
+DECIDED = {
+    "compare": {"run_dir": "--output names the folder of all runs", "train.stop_at_step": "--steps says it"},
+    "check": {
+        "run_dir": "--output names the folder of all runs",
+        "train.stop_at_step": "a check makes three steps",
+        "launch.nproc_per_node": "--world-sizes says it",
+    },
+}
+# Settings that a command makes itself.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +61,10 @@ def compare(wanted: Wanted) -> int:
     )
     if wanted.repeats < 1:
         raise RequestError(f"--repeats {wanted.repeats} compares nothing; expected 1 or more")
-    loaded, sizes = _checked(requests)
-    folder = wanted.output or Path("runs") / "compare" / time.strftime("%Y%m%d-%H%M%S")
+    _refuse_decided("compare", [word for arm in requests for word in arm.overrides])
+    import_from_here()
+    loaded, sizes = _checked({arm: f"arm {arm.name}: " for arm in requests})
+    folder = _folder("compare", wanted.output)
     resolved = {name: each.recipe for name, each in loaded.items()}
     plan(folder, requests, resolved, {"repeats": wanted.repeats, "steps": wanted.steps})
     seeds = {arm.name: write_seed(loaded[arm.name].recipe, folder) for arm in requests}
@@ -96,7 +108,7 @@ def compare_runs(folders: Sequence[str], output: Path | None) -> int:
     """Judge runs that have ended, the first of them the reference; the exit code.
 
     Raises:
-        RequestError: there is no run in one of the folders, or less than two.
+        RequestError: there is no run in one of the folders, or one is named twice, or there are less than two.
     """
     paths = [Path(folder) for folder in folders]
     for path in paths:
@@ -104,11 +116,15 @@ def compare_runs(folders: Sequence[str], output: Path | None) -> int:
             raise RequestError(f"{str(path)!r} holds no run: there is no metrics.jsonl in it")
     if len(paths) < 2:
         raise RequestError("one run cannot be compared; name two or more run folders")
+    places = [path.resolve() for path in paths]
+    doubled = [str(path) for index, path in enumerate(paths) if places[index] in places[:index]]
+    if doubled:
+        raise RequestError(f"{doubled[0]!r} is named twice; name each run once")
     names = _names(paths)
     arms = [read_arm(name, [path]) for name, path in zip(names, paths, strict=True)]
     arms = [replace(arm, runs=[_whole(run) for run in arm.runs]) for arm in arms]
-    folder = output or Path("runs") / "compare" / time.strftime("%Y%m%d-%H%M%S")
-    return _report(arms, None, None, folder, failed=False)
+    failed = any(run.status == "failed" for arm in arms for run in arm.runs)
+    return _report(arms, None, None, _folder("compare", output), failed=failed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +145,8 @@ def check(wanted: Checked) -> int:
     Raises:
         RequestError: the recipe has problems, or cannot be cut as it must be; nothing was started.
     """
+    _refuse_decided("check", wanted.overrides)
+    import_from_here()
     backends = list(wanted.backends) or [
         load(wanted.recipe, wanted.overrides, options_of=registry.options_of).recipe.backend.name
     ]
@@ -136,23 +154,27 @@ def check(wanted: Checked) -> int:
     again = replace(reference, again=True)
     places = [checking.Place(backend=b, world_size=w) for b in backends for w in wanted.world_sizes]
     # The reference is one process of plain torch: options of backends are not its.
-    plain = [word for word in wanted.overrides if not word.startswith("backend.options.")]
+    plain = [word for word in wanted.overrides if not is_option(word)]
     words = dict.fromkeys((reference, again), (*plain, f"backend={reference.backend}"))
     words |= {place: on_backend(wanted.recipe, wanted.overrides, place.backend) for place in places}
     requests = {
         place: ArmRequest(name=place.name, recipe=wanted.recipe, overrides=overrides)
         for place, overrides in words.items()
     }
-    recipes = {place: request.load() for place, request in requests.items()}
-    recipe = recipes[reference].recipe
-    folder = wanted.output or Path("runs") / "check" / time.strftime("%Y%m%d-%H%M%S")
+    recipe = requests[reference].load().recipe
+    cuts = {size: checking.cut(recipe.batch, size) for size in {1, *wanted.world_sizes}}
+    loaded, _ = _checked(
+        {request: f"{place.name}: " for place, request in requests.items()},
+        {request.name: cuts[place.world_size] for place, request in requests.items()},
+    )
+    folder = _folder("check", wanted.output)
     facts = {"world_sizes": list(wanted.world_sizes), "check": True}
     items, dropout, norms = _facts(recipe)
-    for place in places:
-        checking.micro_batch_size(recipe.batch.global_batch_size, recipe.batch.micro_batch_size, place.world_size)
-    plan(folder, list(requests.values()), {place.name: each.recipe for place, each in recipes.items()}, facts)
+    plan(folder, list(requests.values()), {name: each.recipe for name, each in loaded.items()}, facts)
     seed = write_seed(recipe, folder)
     more = [f"init_from={seed}", "load.strict=false"] if seed else []
+
+    failures: dict[tuple[str, int], str] = {}
 
     def jobs(kind: str, clip: float | None) -> list[Job]:
         return [
@@ -164,20 +186,27 @@ def check(wanted: Checked) -> int:
                 [*checking.probe_settings(recipe, place.world_size, items, kind=kind, clip=clip), *more],
             )
             for place in (reference, again, *places)
+            if (place.name, 1) not in failures
         ]
 
-    failures: dict[tuple[str, int], str] = {}
+    def reference_failed() -> bool:
+        why = failures.get((reference.name, 1)) or failures.get((again.name, 1))
+        if why:
+            print(f"the reference itself failed: {why}", file=sys.stderr)
+        return bool(why)
+
     first = jobs("gradient", None)
     with watching(first) as watcher:
         failures |= run(first, watcher)
-    if (reference.name, 1) in failures:
-        print(f"the reference itself failed: {failures[reference.name, 1]}", file=sys.stderr)
+    if reference_failed():
         return FAILED
     # Clipping must be on: at half of what the first gradient is, where the recipe does not clip.
     norm = checking.norm_of(folder / reference.name / "gradient")
     second = jobs("steps", None if recipe.train.max_grad_norm is not None else norm / 2)
     with watching(second) as watcher:
         failures |= run(second, watcher)
+    if reference_failed():
+        return FAILED
     precision = recipe.train.precision
     return _findings(wanted, folder, reference, again, places, failures, precision, dropout=dropout, norms=norms)
 
@@ -229,7 +258,6 @@ def _report(arms: list[Arm], noise: list[Run] | None, steps: int | None, folder:
     from shardkit.compare.verdict import are_equal, verdicts
 
     comparison = Comparison(arms=arms, reference=arms[0].name, noise=noise, steps=steps)
-    folder.mkdir(parents=True, exist_ok=True)
     judged = verdicts(comparison)
     print(table(comparison, judged))
     written = render(comparison, folder, judged)
@@ -241,26 +269,50 @@ def _report(arms: list[Arm], noise: list[Run] | None, steps: int | None, folder:
     return 0 if are_equal(judged) else DIFFERENT
 
 
-def _checked(requests: Sequence[ArmRequest]) -> tuple[dict[str, Any], dict[str, int]]:
+def _checked(
+    requests: Mapping[ArmRequest, str], settings: Mapping[str, Sequence[str]] | None = None
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Every arm's recipe and number of processes, checked as a launch checks it, before anything is started.
 
+    Args:
+        requests: the arms, and what a line about one begins with.
+        settings: over an arm's own, by its name, for the check alone.
+
     Raises:
-        RequestError: what is wrong with each, one a line, with its arm.
+        RequestError: what is wrong, one a line; what is not wrong with all, with its arm.
     """
     from shardkit.launch import preflight
 
     loaded: dict[str, Any] = {}
     sizes: dict[str, int] = {}
-    problems = []
-    for arm in requests:
+    problems: dict[str, list[str]] = {}
+    for arm, said in requests.items():
         try:
             loaded[arm.name] = arm.load()
-            sizes[arm.name] = preflight.check(loaded[arm.name]).world_size
+            sizes[arm.name] = preflight.check(arm.load(*(settings or {}).get(arm.name, ()))).world_size
         except RequestError as error:
-            problems += [f"arm {arm.name}: {line}" for line in str(error).splitlines()]
+            for line in str(error).splitlines():
+                problems.setdefault(line, []).append(said)
     if problems:
-        raise RequestError("\n".join(problems))
+        lines = [
+            f"{said}{line}"
+            for line, sayings in problems.items()
+            for said in ([""] if len(sayings) == len(requests) else sayings)
+        ]
+        raise RequestError("\n".join(lines))
     return loaded, sizes
+
+
+def _refuse_decided(command: str, words: Sequence[str]) -> None:
+    """Refuse settings of the command line that the command makes itself."""
+    given = {word.partition("=")[0].strip() for word in words}
+    for key, instead in DECIDED[command].items():
+        if key in given:
+            raise RequestError(f"{key} is not for shardkit {command}: {instead}; leave it out")
+
+
+def _folder(command: str, output: Path | None) -> Path:
+    return make_folder(output or Path("runs") / command / time.strftime("%Y%m%d-%H%M%S"))
 
 
 def _facts(recipe: Any) -> tuple[int, bool, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -50,11 +51,26 @@ class Watcher(Protocol):
     def ended(self, job: Job, seconds: float, error: str) -> None: ...
 
 
+def make_folder(path: Path) -> Path:
+    """The folder at `path`, made where it is not there.
+
+    Raises:
+        RequestError: it cannot be.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--output {str(path)!r} cannot be made a folder: {error.strerror or error}") from None
+    if not os.access(path, os.W_OK):
+        raise RequestError(f"--output {str(path)!r} cannot be written into")
+    return path
+
+
 def plan(folder: Path, arms: list[ArmRequest], recipes: dict[str, Recipe], facts: dict[str, Any]) -> None:
     """Write down what is compared, or find that the folder holds the same comparison, to go on with it.
 
     Args:
-        folder: of the comparison.
+        folder: of the comparison, which is there.
         arms: what each runs.
         recipes: of each arm by its name, resolved: a file may be edited before a comparison is gone on with.
         facts: what else decides what is run.
@@ -78,9 +94,8 @@ def plan(folder: Path, arms: list[ArmRequest], recipes: dict[str, Recipe], facts
                 f"{str(folder)!r} holds another comparison ({PLAN}{why}); give a new folder with --output"
             )
         return
-    if folder.exists() and any(folder.iterdir()):
+    if any(folder.iterdir()):
         raise RequestError(f"{str(folder)!r} is not empty, and holds no comparison to go on with; give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardkit.compare.results import read_run
+from shardkit.compare.results import read_recipe, read_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def find_runs(root: Path) -> list[Listed]:
     found = []
     for recipe in root.rglob("recipe.yaml"):
         # Not the folders of a run: what is in it is its own.
-        if (recipe.parent / "logs").is_dir():
+        if (recipe.parent / "logs").is_dir() or (recipe.parent / "metrics.jsonl").is_file():
             found.append((_changed(recipe.parent), _listed(recipe.parent)))
     return [listed for _, listed in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
@@ -56,11 +56,9 @@ def to_json(runs: Iterable[Listed]) -> list[dict[str, Any]]:
 
 
 def _listed(folder: Path) -> Listed:
-    import yaml
-
     run = read_run(folder)
     last = run.train[-1] if run.train else {}
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")) or {}
+    backend = read_recipe(folder / "recipe.yaml").get("backend")
     status = run.status
     if status == "missing":
         status = "running" if _is_held(folder) else "cut off"
@@ -69,7 +67,7 @@ def _listed(folder: Path) -> Listed:
         status=status,
         step=int(last.get("step", 0)),
         loss=last.get("loss"),
-        backend=str((recipe.get("backend") or {}).get("name", "")),
+        backend=str(backend.get("name", "") if isinstance(backend, dict) else backend or ""),
         world_size=run.environment.get("world_size"),
         changed=time.strftime("%Y-%m-%d %H:%M", time.localtime(_changed(folder))),
         error=run.error if status == "failed" else None,

@@ -101,7 +101,7 @@ def read_arm(
     """The arm whose runs are in `folders`; recipe and command are those of its first run when they are not given."""
     runs = [read_run(folder) for folder in folders]
     if recipe is None:
-        recipe = next((found for folder in folders if (found := _recipe(folder / "recipe.yaml"))), {})
+        recipe = next((found for folder in folders if (found := read_recipe(folder / "recipe.yaml"))), {})
     if command is None:
         command = next((str(run.environment["command"]) for run in runs if run.environment.get("command")), "")
     return Arm(name=name, command=command, recipe=recipe, explanation=explanation, runs=runs)
@@ -138,7 +138,8 @@ def _decode(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _recipe(path: Path) -> dict[str, Any]:
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in a recipe file; empty where there is none."""
     if not path.is_file():
         return {}
     try:

@@ -73,9 +73,6 @@ def doctor(recipe: str, overrides: Sequence[str], files: Files) -> int:
 
 
 def _examine(loaded: Loaded) -> Diagnosis:
-    # Targets may be modules of the working directory, as in a launch.
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.insert(0, str(Path.cwd()))
     from shardkit.launch import preflight
 
     found = preflight.check(loaded)

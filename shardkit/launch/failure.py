@@ -29,6 +29,8 @@ _GONE = re.compile(
 _SILENT = re.compile(
     r"Timed out waiting|Application timeout caused pair closure|Socket Timeout|Watchdog caught collective"
 )
+# In a rank's log, before an abort.
+_WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 # What torch says on any device, and what systems say.
 _SHORT = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|not enough memory", re.IGNORECASE)
 
@@ -60,6 +62,8 @@ class Failure:
     # Every rank raises this error, whoever is the cause.
     killed: bool = False
     # By SIGKILL: with kind ENDED, it did not even answer the agent's SIGTERM.
+    silent: bool = False
+    # It waited for its peers until its timeout.
     shortage: bool = False
     # Memory ran out, as far as one can tell.
     memory: int | None = None
@@ -131,13 +135,30 @@ def report(failures: Sequence[Failure], logs: Path) -> str:
     lines = [f"shardkit: {cause.summary}"]
     if cause.traceback:
         lines.append(cause.traceback.rstrip())
+    said = _last_words(logs / f"rank-{cause.rank}.log") if cause.kind is Kind.KILLED else ""
+    if said:
+        lines.append(f"shardkit: its last words: {said}")
     ended = [failure for failure in failures if failure.kind is Kind.ENDED]
     silent = sorted(failure.rank for failure in [each for each in ended if each.killed] or ended)
     if cause.kind is Kind.CONSEQUENCE and silent:
         names = ", ".join(str(rank) for rank in silent)
         lines.append(f"shardkit: rank {names} did not answer; its log may say why: {logs / f'rank-{silent[0]}.log'}")
+    elif cause.silent and all(failure.silent for failure in failures) and len(failures) > 1:
+        lines.append(
+            "shardkit: all ranks waited, each in another collective: they went different ways, as where a forward "
+            "leaves out a layer on one rank whose parameters are sharded; their logs show where each one was"
+        )
     lines.append(f"shardkit: log of rank {cause.rank}: {logs / f'rank-{cause.rank}.log'}")
     return "\n".join(lines)
+
+
+def _last_words(log: Path) -> str:
+    """What C++ says of the exception that it ends a process for; gloo says there that ranks are at odds."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return next(reversed(_WHAT.findall(text)), "")
 
 
 def _failure(rank: int, process: ProcessFailure, sent: Collection[tuple[int, int]]) -> Failure:
@@ -168,7 +189,8 @@ def _raised(rank: int, message: dict[str, Any]) -> Failure:
     ours = bool(extra.get("ours"))
     text = str(message.get("message", ""))
     consequence = not ours and _is_consequence(text)
-    what = "timed out waiting for its peers" if consequence and _SILENT.search(text) else "failed"
+    silent = consequence and bool(_SILENT.search(text))
+    what = "timed out waiting for its peers" if silent else "failed"
     return Failure(
         rank=rank,
         kind=Kind.CONSEQUENCE if consequence else Kind.RAISED,
@@ -177,6 +199,7 @@ def _raised(rank: int, message: dict[str, Any]) -> Failure:
         traceback="" if ours else str(extra.get("py_callstack", "")),
         own=text if ours else "",
         alike=bool(extra.get("alike")),
+        silent=silent,
         shortage=bool(extra.get("shortage")),
         memory=extra.get("memory"),
     )

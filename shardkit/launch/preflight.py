@@ -99,9 +99,12 @@ def _problems(loaded: Loaded, device: str, world_size: int) -> Iterator[Problem]
     from shardkit.engines.checks import check_backend
     from shardkit.recipe.build import check_targets
 
-    yield from check_targets(loaded)
+    wrong = list(check_targets(loaded))
+    yield from wrong
+    told = {problem.key.partition(".")[0] for problem in wrong}
     try:
-        yield from check_backend(loaded, device, world_size)
+        # What cannot be found cannot be built either.
+        yield from (problem for problem in check_backend(loaded, device, world_size) if problem.key not in told)
     except BackendError as error:
         yield Problem(place=loaded.place("backend"), key="backend", message=str(error))
     yield from _own_rules(loaded)

@@ -7,13 +7,14 @@ host memory, of which the faster comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shardkit import shipped
 from shardkit.engines import registry
 from shardkit.engines.api import Traits
+from shardkit.engines.swapped import option_words, written
 from shardkit.recipe.backend import load_backend
 
 SINGLE, REPLICAS, OPTIMIZER, GRADIENTS, ALL, LAST = range(6)
@@ -42,24 +43,16 @@ class Choice:
     @property
     def name(self) -> str:
         """What it is without the number of ranks: "fsdp2, reshard_after_forward=false"."""
-        more = [f"{key}={word(value)}" for key, value in self.options.items()]
+        more = [f"{key}={written(value)}" for key, value in self.options.items()]
         if self.activation_checkpointing is not None:
             more.append(f"activation_checkpointing={self.activation_checkpointing}")
         return ", ".join([self.backend, *more])
 
-    @property
-    def overrides(self) -> list[str]:
-        """As words of a command line."""
-        words = [f"backend={self.backend}"]
-        words += [f"backend.options.{key}={word(value)}" for key, value in self.options.items()]
-        if self.activation_checkpointing is not None:
-            words.append(f"activation_checkpointing={self.activation_checkpointing}")
-        return words
-
-
-def word(value: Any) -> str:
-    """A value as it stands in YAML."""
-    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, str) else value
+    def words(self, backend: Iterable[str]) -> tuple[str, ...]:
+        """As words of a command line, after those that name its backend."""
+        again = self.activation_checkpointing
+        recomputed = () if again is None else (f"activation_checkpointing={again}",)
+        return (*backend, *option_words(self.options), *recomputed)
 
 
 def rung(traits: Traits, options: Any, *, recomputes: bool) -> int:

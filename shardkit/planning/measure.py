@@ -7,17 +7,15 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
-from shardkit.engines import registry
 from shardkit.jobs import launched
 from shardkit.planning.amount import ranks
 from shardkit.planning.device import Device
 from shardkit.planning.measurement import Measurement, read
 from shardkit.planning.plan import Plan, Row
 from shardkit.planning.reason import named
-from shardkit.recipe.backend import load_backend
 from shardkit.recipe.schema import Recipe
 
 COUNTED, TIMED = 4, 6
@@ -76,7 +74,7 @@ def measure(plan: Plan, rows: Sequence[Row], recipe: str, overrides: Sequence[st
 
 
 def _measured(plan: Plan, row: Row, recipe: str, overrides: Sequence[str], folder: Path) -> Measurement:
-    settings = [*overrides, *row.choice.overrides, *_asked(row, overrides), *ALONE, *_size(row, plan.loaded.recipe)]
+    settings = [*overrides, *row.overrides, *ALONE, *_size(row, plan.loaded.recipe)]
     # The allocator counts on CUDA, so that one run is enough.
     steps = COUNTED if plan.device.kind == "cpu" else TIMED
     counted, timed = folder / "counted", folder / "timed"
@@ -86,14 +84,6 @@ def _measured(plan: Plan, row: Row, recipe: str, overrides: Sequence[str], folde
     if error:
         return Measurement(row=row, error=error)
     return read(row, counted, timed if timed.exists() else counted)
-
-
-def _asked(row: Row, overrides: Sequence[str]) -> list[str]:
-    """The options of the command line that the row's backend has: naming a backend anew would drop them."""
-    options = registry.options_of(load_backend(row.choice.backend, options_of=registry.options_of).adapter)
-    known = {each.name for each in fields(options)} - set(row.choice.options) if options else set()
-    start = "backend.options."
-    return [word for word in overrides if word.startswith(start) and word[len(start) :].split("=")[0] in known]
 
 
 def _size(row: Row, recipe: Recipe) -> list[str]:

@@ -19,7 +19,7 @@ class Nearest:
     says: str
     # What follows "fits": "with batch.micro_batch_size=8", "on 8 ranks with backend=zero2 (needs 3.1 GiB)".
     overrides: tuple[str, ...] = ()
-    # Over the recipe, as words of a command line.
+    # After the words that the plan was made with.
     world_size: int
     row: Row | None = None
     # The choice that fits; None = none does, on this device.
@@ -45,10 +45,10 @@ def nearest(plan: Plan, row: Row, devices: Sequence[Device] = ()) -> Nearest | N
     same = [other for other in here if _recomputes_more(row, other)]
     lower = [other for other in (*same, *here) if not row.fits]
     return (
-        _smaller(row, [])
+        _smaller(row, row)
         or _first(_less(same, row), row)
         or _first(_less(here, row), row)
-        or next((found for other in lower if (found := _smaller(other, other.choice.overrides))), None)
+        or next((found for other in lower if (found := _smaller(other, row))), None)
         or _more_ranks(plan, row)
         or _other_device(row, here, devices)
     )
@@ -59,21 +59,29 @@ def _recomputes_more(row: Row, other: Row) -> bool:
     return bare == row.choice and row.choice.activation_checkpointing is None
 
 
-def _smaller(row: Row, overrides: Sequence[str]) -> Nearest | None:
+def _smaller(row: Row, than: Row) -> Nearest | None:
     largest = row.largest_micro_batch_size
     if largest and row.fits:  # and yet it ran out: what the plan says fits is not enough
         items = row.micro_batch_size * row.accumulation
         largest = max((n for n in range(1, row.micro_batch_size) if items % n == 0), default=0)
     if not largest or largest >= row.micro_batch_size:
         return None
-    changes = (*overrides, f"{MICRO_BATCH}={largest}")
+    change = f"{MICRO_BATCH}={largest}"
     return Nearest(
-        says=f"with {' '.join(changes)}",
-        overrides=changes,
+        says=f"with {' '.join([*_changes(row, than), change])}",
+        overrides=(*row.overrides, change),
         world_size=row.choice.world_size,
         row=row,
         micro_batch_size=largest,
     )
+
+
+def _changes(row: Row, than: Row) -> list[str]:
+    """The words of a row that another does not have."""
+    words = [word for word in row.overrides if word not in than.overrides]
+    backend = f"backend={row.choice.backend}"
+    # The recipe's own has no word for it.
+    return words if row.choice.backend == than.choice.backend or backend in words else [backend, *words]
 
 
 def _less(rows: Iterable[Row], row: Row) -> list[Row]:
@@ -86,14 +94,12 @@ def _first(rows: Sequence[Row], row: Row) -> Nearest | None:
     if not rows:
         return None
     best = rows[0]
-    overrides = tuple(best.choice.overrides)
-    if best.choice.backend == row.choice.backend and best.choice.options == row.choice.options:
-        overrides = tuple(word for word in overrides if not word.startswith("backend"))
+    words = _changes(best, row)
     where = f"on {ranks(best.choice.world_size)} " if best.choice.world_size != row.choice.world_size else ""
-    change = f"with {' '.join(overrides)} " if overrides else ""
+    change = f"with {' '.join(words)} " if words else ""
     return Nearest(
         says=f"{where}{change}(needs {size(best.needs or 0)})",
-        overrides=overrides,
+        overrides=best.overrides,
         world_size=best.choice.world_size,
         row=best,
     )
@@ -116,11 +122,11 @@ def _other_device(row: Row, here: Sequence[Row], devices: Sequence[Device]) -> N
         return None
     roomy = sorted((device for device in devices if device.memory >= needs), key=lambda device: device.memory)
     named = f", as {roomy[0].name}" if roomy else ""
-    overrides = tuple(least.choice.overrides) if least is not row else ()
-    change = f" with {' '.join(overrides)}" if overrides else ""
+    words = _changes(least, row)
+    change = f" with {' '.join(words)}" if words else ""
     return Nearest(
         says=f"on devices of {size(needs)} or more{named}{change}",
-        overrides=overrides,
+        overrides=least.overrides,
         world_size=row.choice.world_size,
         memory=needs,
     )

@@ -13,7 +13,7 @@ from shardkit.engines.checks import check_backend
 from shardkit.engines.footprint import Footprint, Trace
 from shardkit.engines.meaning import Situation, meaning_of
 from shardkit.engines.start import check_parameters
-from shardkit.engines.swapped import with_backend
+from shardkit.engines.swapped import with_backend, words
 from shardkit.errors import BackendError, RecipeError, RequestError
 from shardkit.planning import ladder
 from shardkit.planning.device import Device
@@ -59,6 +59,8 @@ class Row:
     """One choice, planned; bytes are those of its fullest rank."""
 
     choice: Choice
+    overrides: tuple[str, ...] = ()
+    # What runs it, as words of a command line after those that the plan was made with.
     rung: int = ladder.LAST
     # How far up the ladder of cost.
     refused: str = ""
@@ -125,7 +127,7 @@ def plan(loaded: Loaded, wanted: Wanted, models: Models | None = None) -> Plan:
         RequestError: the model cannot be built, or a backend is not known.
     """
     models = models or Models(loaded, wanted.device.kind)
-    rows = [row for size in wanted.world_sizes for row in _rows(models, wanted, size)]
+    rows = [row for size in wanted.world_sizes for row in _all_rows(models, wanted, size)]
     rows.sort(key=lambda row: row.cost)
     fitting = [row for row in rows if row.fits]
     recomputes = bool(fitting) and fitting[0].choice.activation_checkpointing is not None
@@ -179,7 +181,23 @@ class Models:
             return False
 
 
-def _rows(models: Models, wanted: Wanted, world_size: int) -> Iterator[Row]:
+def _all_rows(models: Models, wanted: Wanted, world_size: int) -> list[Row]:
+    """The rows of a number of ranks; with what helps a smaller micro-batch only where no other way fits."""
+    rows = list(_rows(models, wanted, world_size))
+    if not any(row.fits or row.largest_micro_batch_size for row in rows):
+        rows += _rows(models, wanted, world_size, cut=True)
+    return rows
+
+
+def _rows(models: Models, wanted: Wanted, world_size: int, *, cut: bool = False) -> Iterator[Row]:
+    """The rows of a number of ranks.
+
+    Args:
+        models: of the recipe.
+        wanted: what it is planned on.
+        world_size: the number of ranks.
+        cut: instead, those that are of use only where the recipe's micro-batch is cut.
+    """
     nodes = wanted.over_nodes(world_size)
     for name in wanted.backends or ladder.backends():
         try:
@@ -187,17 +205,23 @@ def _rows(models: Models, wanted: Wanted, world_size: int) -> Iterator[Row]:
             adapter = registry.load(loaded.recipe.backend.adapter)
             options = make_options(loaded.recipe.backend, adapter.Options)
         except RequestError as error:
-            yield Row(choice=Choice(backend=name, world_size=world_size), refused=str(error))
+            if not cut:
+                yield Row(choice=Choice(backend=name, world_size=world_size), refused=str(error))
             continue
         traits = adapter.describe(options)
         if traits.max_world_size is not None and world_size > traits.max_world_size and not wanted.backends:
             continue
         accumulation = 1 if models.joined else _accumulation(loaded, world_size)[0]
         choices = list(ladder.variants(name, options, world_size, nodes, accumulation))
+        if cut:
+            whole = models.joined or loaded.recipe.batch.micro_batch_size == 1
+            divided = [] if whole else ladder.variants(name, options, world_size, nodes, accumulation + 1)
+            choices = [choice for choice in divided if choice not in choices]
         if models.recomputable:
             choices += [replace(choice, activation_checkpointing=BLOCKS) for choice in choices]
+        named = words(models.loaded, name)
         for choice in choices:
-            yield _row(models, wanted, loaded, choice, nodes)
+            yield replace(_row(models, wanted, loaded, choice, nodes), overrides=choice.words(named))
 
 
 def _row(models: Models, wanted: Wanted, loaded: Loaded, choice: Choice, nodes: int) -> Row:

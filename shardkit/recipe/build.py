@@ -245,7 +245,8 @@ def _module(name: str, path: str, names: list[str], outer: str = "") -> Any:
             raise _NotFound(f"{path!r}: importing {name!r} fails, no module is named {error.name!r}") from error
         last = name.rpartition(".")[2]
         missing = f"{outer!r} has no {last!r}" if outer else f"no module is named {last!r}"
-        raise _NotFound(f"{path!r}: {missing}{did_you_mean(last, names)}") from error
+        where = "" if outer else " (modules of the working directory, or installed)"
+        raise _NotFound(f"{path!r}: {missing}{did_you_mean(last, names)}{where}") from error
     except (Exception, SystemExit) as error:  # the module's own code may raise anything
         said = f"{type(error).__name__}: {error}"
         raise _NotFound(f"{path!r}: importing {name!r} fails with {said}") from error

@@ -15,7 +15,8 @@ import pytest
 from tests.system.launches import environment, make_project
 
 ROOT = Path(__file__).parents[2]
-SHARDKIT = [sys.executable, "-c", "import sys; from shardkit.cli import main; sys.exit(main())"]
+# The command itself: unlike `python -c` and `-m` it does not import from the working directory by itself.
+SHARDKIT = [str(Path(sys.executable).with_name("shardkit"))]
 SECONDS = 900.0
 
 
@@ -38,14 +39,42 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(tmp_path: Pat
         ("toy.yaml", "--backends", "ddp,zero7"): "arm zero7: command line 'backend=zero7'",
         ("toy.yaml", "--backends", "ddp", "--arm", "nonsense"): "is no arm; expected 'NAME: key=value key=value'",
         ("toy.yaml", "--backends", "ddp,fsdp2", "--repeats", "0"): "--repeats 0 compares nothing",
+        ("toy.yaml", "--backends", "ddp,fsdp2", "run_dir=here"): "run_dir is not for shardkit compare: --output names",
+        ("toy.yaml", "--backends", "ddp,fsdp2", "--output", "toy.yaml"): "--output 'toy.yaml' cannot be made a folder",
+        ("toy.yaml", "--backends", "ddp,fsdp2", "--output", "toy.yaml/out"): "--output 'toy.yaml/out' cannot be made",
+        ("no-run", "no-run"): "'no-run' holds no run: there is no metrics.jsonl in it",
+        ("no-run", "no-run", "--steps", "3", "--vs", "toy.yaml"): "--vs, --steps: not for a compare of runs that ended",
     }
+    (project / "no-run").mkdir()
     for words, message in cases.items():
         done = shardkit("compare", *words, cwd=project)
         assert done.returncode == 2 and message in done.stderr, (words, done.stderr)
-    done = shardkit("check", "toy.yaml", "--world-sizes", "two", cwd=project)
-    assert done.returncode == 2 and "--world-sizes 'two' is no list" in done.stderr
+    # What is wrong with every arm is told once.
+    done = shardkit("compare", "toy.yaml", "--backends", "ddp,fsdp2", "loss._target_=toy.nothing", cwd=project)
+    place = "command line 'loss._target_=toy.nothing': loss._target_"
+    assert done.stderr == f"{place}: 'toy.nothing': 'toy' has no 'nothing'\n" and done.returncode == 2
     assert not (project / "runs").exists()
     assert "no run in runs" in shardkit("runs", cwd=project).stdout
+    done = shardkit("runs", "nope", cwd=project)
+    assert done.returncode == 2 and "'nope' is no folder" in done.stderr
+
+
+def test_what_cannot_be_checked_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    cases = {
+        ("--world-sizes", "two"): "--world-sizes 'two' is no list",
+        ("--world-sizes", "2,64"): "cannot be cut into two micro-batches on each of 64 processes",
+        ("launch.nproc_per_node=2",): "launch.nproc_per_node is not for shardkit check: --world-sizes says it",
+        ("train.stop_at_step=2",): "train.stop_at_step is not for shardkit check",
+        ("--backends", "single", "--world-sizes", "2"): "single-2: ",
+        ("--backends", "ddp,zero2", "backend.options.bucket_cap_mb=3"): "zero2-1: command line ",
+        ("--backends", "ddp", "backend.options.bucket_cap=3"): "did you mean 'bucket_cap_mb'",
+        ("loss._target_=toy.nothing",): "command line 'loss._target_=toy.nothing': loss._target_: ",
+    }
+    for words, message in cases.items():
+        done = shardkit("check", "toy.yaml", *words, cwd=project)
+        assert done.returncode == 2 and message in done.stderr, (words, done.stderr)
+    assert not (project / "runs").exists()
 
 
 @pytest.mark.slow
@@ -84,8 +113,13 @@ def test_a_comparison_that_is_cut_off_goes_on_and_an_arm_that_fails_is_told(tmp_
     # Finished runs are compared, and listed.
     again = shardkit("compare", "out/ddp/repeat-1", "out/ddp/repeat-2", "--output", "pair", cwd=project)
     assert again.returncode == 0 and "equal to the last bit" in again.stdout + (project / "pair/report.md").read_text()
+    twice = shardkit("compare", "out/ddp/repeat-1", "out/ddp/../ddp/repeat-1", cwd=project)
+    assert twice.returncode == 2 and "is named twice" in twice.stderr
+    failed = shardkit("compare", "out/ddp/repeat-1", "out/broken/repeat-1", "--output", "failed", cwd=project)
+    assert failed.returncode == 1 and verdicts_in(project / "failed")["broken/repeat-1"]["verdict"] == "failed"
+    (project / "out" / "broken" / "repeat-2" / "metrics.jsonl").write_text("{")
     listed = json.loads(shardkit("runs", "out", "--json", cwd=project).stdout)
-    assert sorted(run["status"] for run in listed) == ["completed"] * 4 + ["failed"] * 2
+    assert sorted(run["status"] for run in listed) == ["completed"] * 4 + ["cut off", "failed"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from shardkit.recipe.load import load
 from tests.system.launches import environment, make_project
 from tests.system.pages import keep_screenshot, open_page
 
-SHARDKIT = [sys.executable, "-c", "import sys; from shardkit.cli import main; sys.exit(main())"]
+# The command itself: unlike `python -c` and `-m` it does not import from the working directory by itself.
+SHARDKIT = [str(Path(sys.executable).with_name("shardkit"))]
 MEMORY = 514 * 2**20 + 2**19
 # Of digits-resnet on 2 ranks of a CPU, replicas do not fit, and shards do.
 

@@ -71,4 +71,23 @@ def test_an_error_of_shardkit_shows_its_message_only(tmp_path: Path) -> None:
 def test_a_rank_that_the_agent_had_to_kill_did_not_answer_and_is_not_out_of_memory(tmp_path: Path) -> None:
     report = failure.report(failures(tmp_path, [SILENT, ENDED_AT_LAST, ENDED]), tmp_path)
     assert "rank 1 did not answer" in report and str(tmp_path / "rank-1.log") in report
-    assert "memory" not in report and "rank 2" not in report
+    assert "memory" not in report and "rank 2" not in report and "all ranks waited" not in report
+
+
+def test_ranks_that_wait_in_different_collectives_are_told_as_that(tmp_path: Path) -> None:
+    report = failure.report(failures(tmp_path, [SILENT, SILENT]), tmp_path)
+    assert "all ranks waited, each in another collective" in report
+    assert "all ranks waited" not in failure.report(failures(tmp_path, [SILENT, PEER]), tmp_path)
+
+
+def test_the_last_words_of_a_rank_that_aborts_are_told(tmp_path: Path) -> None:
+    said = "op.preamble.length <= op.nbytes. 20 vs 6. Is there a distributed collective mismatch in your code?"
+    (tmp_path / "rank-1.log").write_text(f"terminate called after throwing\n  what():  {said}\nAborted\n")
+    report = failure.report(failures(tmp_path, [PEER, -6]), tmp_path)
+    assert f"shardkit: rank 1 was killed by SIGABRT\nshardkit: its last words: {said}\n" in report
+    # Of a rank without a log, and without such words, nothing is told.
+    (tmp_path / "rank-1.log").write_text("step 1\n")
+    for rank in (0, 1):
+        ends: list[End] = [PEER, PEER]
+        ends[rank] = -6
+        assert "last words" not in failure.report(failures(tmp_path, ends), tmp_path)

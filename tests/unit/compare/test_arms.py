@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.compare.arms import ArmRequest, arms_of, on_backend
-from shardkit.compare.jobs import PLAN, plan
+from shardkit.compare.jobs import PLAN, make_folder, plan
 from shardkit.errors import RequestError
 from tests.unit.recipe.conftest import SOUND
 
@@ -31,6 +31,8 @@ def test_options_of_the_command_line_reach_every_backend_that_is_named() -> None
     assert options(fsdp2.overrides)["reshard_after_forward"] is False
     assert options(hsdp.overrides) == {"reshard_after_forward": False, "replicas": 2}
     assert options(on_backend("recipe.yaml", [OPTION], "fsdp2")) == {"reshard_after_forward": False}
+    mapping = "backend.options={reshard_after_forward: false}"
+    assert options(on_backend("recipe.yaml", ["backend=fsdp2", mapping], "hsdp"))["reshard_after_forward"] is False
 
 
 def test_a_backend_without_such_an_option_refuses_it() -> None:
@@ -54,7 +56,7 @@ def test_words_that_cannot_be_split_are_told() -> None:
 def test_a_comparison_is_not_gone_on_with_when_its_recipe_was_edited(project: Path) -> None:
     def begin() -> None:
         arm = ArmRequest(name="one", recipe="recipe.yaml", overrides=())
-        plan(project / "out", [arm], {"one": arm.load().recipe}, {"repeats": 2})
+        plan(make_folder(project / "out"), [arm], {"one": arm.load().recipe}, {"repeats": 2})
 
     begin()
     begin()

@@ -14,6 +14,8 @@ from shardkit.planning.ladder import Choice
 from shardkit.planning.plan import Plan, Row, needed
 
 GIB = 2**30
+OWN = "first"
+# The recipe's backend.
 DEVICE = Device(
     name="made",
     memory=10 * GIB,
@@ -46,8 +48,11 @@ def row(
         options=options or {},
         activation_checkpointing="blocks" if recompute else None,
     )
+    overrides = choice.words([] if backend == OWN else [f"backend={backend}"])
     if peak is None:
-        return Row(choice=choice, rung=rung, unknown="nothing is known", memory=device.memory, **more)
+        return Row(
+            choice=choice, overrides=overrides, rung=rung, unknown="nothing is known", memory=device.memory, **more
+        )
     total = int(peak * GIB)
     footprint = Footprint(
         parameters=total // 8,
@@ -62,6 +67,7 @@ def row(
     needs = needed(device, footprint.peak)
     return Row(
         choice=choice,
+        overrides=overrides,
         rung=ladder.LAST if recompute else rung,
         footprint=replace(footprint, **more.pop("footprint", {})),
         memory=device.memory,

@@ -125,5 +125,6 @@ def test_nothing_fits_and_by_how_much() -> None:
     found = reason(plan_of(row("first", 20, largest=0), row("second", 12, rung=2, largest=2)), [ROOMY])
     assert found.why == "Nothing fits: the nearest, second on 2 ranks, needs 12 GiB of 10 GiB, 2 GiB too much."
     assert found.beside == "It fits with batch.micro_batch_size=2." and found.nearest is not None
+    assert found.nearest.overrides == ("backend=second", "batch.micro_batch_size=2")
     found = reason(plan_of(row("second", 12, largest=0)), [])
     assert found.beside == "It fits on devices of 12 GiB or more."

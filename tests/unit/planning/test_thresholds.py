@@ -12,6 +12,7 @@ from shardkit.engines import registry
 from shardkit.planning.device import Device
 from shardkit.planning.notes import notes
 from shardkit.planning.plan import Models, Plan, Row, Wanted, needed, plan
+from shardkit.planning.reason import reason
 from shardkit.recipe.load import load
 
 RECIPE = """
@@ -120,6 +121,19 @@ def test_one_micro_step_may_fit_where_two_smaller_ones_do_not(models: Models) ->
     (fits, *_) = planned(models, row.needs or 0, (4,), ("ddp",)).rows
     (smaller, *_) = planned(models, (row.needs or 0) - 1, (4,), ("ddp",)).rows
     assert [fits.largest_micro_batch_size, smaller.largest_micro_batch_size] == [2, 0]
+
+
+def test_where_nothing_fits_smaller_micro_steps_that_are_each_reduced_are_tried(models: Models) -> None:
+    roomy = planned(models, 2**40, (4,), ("fsdp2",)).rows
+    assert all(row.accumulation == 1 and "reduce_each" not in row.choice.name for row in roomy)
+    found = planned(models, min(row.needs or 0 for row in roomy) - 1, (4,), ("fsdp2",))
+    assert found.recommended is None and len(found.rows) == 2 * len(roomy)
+    # Two micro-steps of one item keep gradients whole between them, unless they are reduced each time.
+    fits = [row.choice.name for row in found.rows if row.largest_micro_batch_size]
+    assert fits == ["fsdp2, reduce_each_micro_step=true, activation_checkpointing=blocks"]
+    assert reason(found).beside == (
+        "It fits with backend.options.reduce_each_micro_step=true batch.micro_batch_size=1."
+    )
 
 
 def test_more_memory_never_fits_less_and_more_ranks_never_need_more(models: Models) -> None:
