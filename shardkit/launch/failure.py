@@ -31,6 +31,8 @@ _SILENT = re.compile(
 )
 # In a rank's log, before an abort.
 _WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
+_TAIL = 2**18
+# Bytes of a log in which it stands.
 # What torch says on any device, and what systems say.
 _SHORT = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|not enough memory", re.IGNORECASE)
 
@@ -155,7 +157,9 @@ def report(failures: Sequence[Failure], logs: Path) -> str:
 def _last_words(log: Path) -> str:
     """What C++ says of the exception that it ends a process for; gloo says there that ranks are at odds."""
     try:
-        text = log.read_text(encoding="utf-8", errors="replace")
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL))
+            text = file.read().decode(errors="replace")
     except OSError:
         return ""
     return next(reversed(_WHAT.findall(text)), "")
