@@ -117,6 +117,39 @@ def test_an_error_file_that_cannot_be_read_is_told_in_one_line(failed: dict[str,
     assert "Traceback" not in failed["broken"].err
 
 
+PARTING = """
+from torch import distributed, nn
+from toy import Numbers, Squares
+
+class Parting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.last = nn.Linear(4, 1)
+        self.calls = 0
+
+    def forward(self, rows):
+        self.calls += 1
+        for index, layer in enumerate(self.layers):
+            # Rank 1 leaves out a layer from the middle of the second step on.
+            if not (index == 1 and self.calls > 3 and distributed.get_rank() == 1):
+                rows = layer(rows)
+        return self.last(rows)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_go_different_ways_are_told_as_that(project: Path) -> None:
+    (project / "parting.py").write_text(PARTING)
+    words = ["model={_target_: parting.Parting}", "blocks=['layers.*']", "launch.timeout_seconds=5", "data.eval=null"]
+    words += ["evaluation.every=null"]
+    # gloo ends a process where what comes is longer than what it waits for; else all wait.
+    mismatch = "shardkit: its last words: [enforce fail at", "collective mismatch in your code?"
+    for backend, told in {"fsdp2": ("all ranks waited, each in another collective",), "zero3": mismatch}.items():
+        ended = launch(project, "toy.yaml", f"run_dir=runs/parting-{backend}", f"backend={backend}", *words)
+        assert ended.code == 1 and all(said in ended.err for said in told), ended.err
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk that a run fills in its first steps."""
