@@ -153,6 +153,7 @@ def check(wanted: Checked) -> int:
     reference = checking.Place(backend=checking.REFERENCE, world_size=1)
     again = replace(reference, again=True)
     places = [checking.Place(backend=b, world_size=w) for b in backends for w in wanted.world_sizes]
+    places = list(dict.fromkeys(places))
     # The reference is one process of plain torch: options of backends are not its.
     plain = [word for word in wanted.overrides if not is_option(word)]
     words = dict.fromkeys((reference, again), (*plain, f"backend={reference.backend}"))

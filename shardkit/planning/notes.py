@@ -34,7 +34,8 @@ def notes(plan: Plan, rows: list[Row], machine: str = "", correction: str = "") 
         found.append(SPEED)
     if correction:
         found.append(correction)
-    return [*found, *_settings(rows), *_loadings(rows), *_hosts(plan, rows), *_batches(plan.rows)]
+    found += [*_settings(rows), *_loadings(rows), *_hosts(plan, rows), *_batches(plan.rows)]
+    return [*found, *_evaluations(plan)]
 
 
 def silent(plan: Plan) -> list[str]:
@@ -68,6 +69,16 @@ def _device(plan: Plan, machine: str) -> str:
         f"Device: {what}. A choice needs its peak, {device.margin:.0%} of margin on it, and {size(device.reserved)} "
         "that no tensor gets."
     )
+
+
+def _evaluations(plan: Plan) -> Iterator[str]:
+    recipe = plan.loaded.recipe
+    items, trained = recipe.evaluation.micro_batch_size, recipe.batch.micro_batch_size
+    if recipe.data.eval is not None and items is not None and items > trained:
+        yield (
+            f"Not planned: evaluations, whose forwards see {items} items of a rank, and those of training {trained}. "
+            "They keep nothing for a backward, but a layer's own tensors grow with the items."
+        )
 
 
 def _settings(rows: list[Row]) -> Iterator[str]:

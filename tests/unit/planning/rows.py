@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from shardkit.communication import Volume
+from shardkit.engines import registry
 from shardkit.engines.footprint import Footprint
 from shardkit.planning import ladder
 from shardkit.planning.device import Device
 from shardkit.planning.duration import Duration
 from shardkit.planning.ladder import Choice
 from shardkit.planning.plan import Plan, Row, needed
+from shardkit.recipe.load import load
 
 GIB = 2**30
 OWN = "first"
@@ -87,7 +89,7 @@ def plan_of(*rows: Row, loaded: Any = None, device: Device = DEVICE) -> Plan:
     ordered = sorted(rows, key=lambda each: each.cost)
     fitting = [each for each in ordered if each.fits]
     return Plan(
-        loaded=loaded,
+        loaded=loaded or load("digits-resnet", ["evaluation.micro_batch_size=null"], options_of=registry.options_of),
         device=device,
         parameters=1_000_000,
         built_on="meta",

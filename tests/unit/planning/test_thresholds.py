@@ -173,3 +173,12 @@ def test_what_has_to_be_whole_before_the_first_step_has_to_fit_too(tmp_path: Pat
     assert planned(wide, held.needs - 1, (64,), ("accelerate-fsdp2",)).recommended is None
     said = [note for note in notes(found, list(found.rows)) if note.startswith("More than a step needs")]
     assert len(said) == 1 and "accelerate-fsdp2 on 64 ranks" in said[0] and "zero3" not in said[0]
+
+
+def test_evaluations_that_see_more_than_training_are_told_not_to_be_planned() -> None:
+    for items, told in (("null", 0), (24, 0), (25, 1)):
+        words = [f"evaluation.micro_batch_size={items}", "batch.micro_batch_size=24", "model.width=4"]
+        loaded = load("digits-resnet", words, options_of=registry.options_of)
+        found = plan(loaded, Wanted(device=DEVICE, world_sizes=(1,), backends=("single",)))
+        said = [note for note in notes(found, list(found.rows)) if note.startswith("Not planned: evaluations")]
+        assert len(said) == told and all(f"see {items} items of a rank" in note for note in said)
