@@ -273,7 +273,7 @@ def check(
     json: Json = False,
 ) -> None:
     """Prove on a recipe's own model and data that backends agree with one process; exit code 0, or 5 where not."""
-    from shardkit.compare import command
+    from shardkit.compare import check as command
 
     def run() -> int:
         return command.check(

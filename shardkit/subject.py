@@ -36,6 +36,8 @@ class Kept:
 class Subject:
     """What the recipe's model and optimizer are."""
 
+    model: nn.Module
+    # With the policy applied.
     built_on: str
     # "meta device", or "CPU" with the reason.
     anatomy: Anatomy
@@ -85,6 +87,7 @@ def look(loaded: Loaded, *, world_size: int, accumulation: int) -> Subject:
     groups, optimizer = _optimize(model, recipe)
     state = None if optimizer is None else _tried(optimizer)
     return Subject(
+        model=model,
         built_on=bare.built_on,
         anatomy=anatomy(model, recipe.blocks, groups, [block for block, _ in blocks]),
         applied=bare.applied,

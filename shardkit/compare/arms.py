@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -99,6 +99,57 @@ def on_backend(recipe: str, overrides: Sequence[str], name: str) -> tuple[str, .
     except RequestError:
         own = None  # told when the words are loaded
     return tuple(overrides) if name == own else (*others, f"backend={name}", *options)
+
+
+def checked(
+    requests: Mapping[ArmRequest, str], settings: Mapping[str, Sequence[str]] | None = None
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Every arm's recipe and number of processes, checked as a launch checks it, before anything is started.
+
+    Args:
+        requests: the arms, and what a line about one begins with.
+        settings: over an arm's own, by its name, for the check alone.
+
+    Raises:
+        RequestError: what is wrong, one a line; what is not wrong with all, with its arm.
+    """
+    from shardkit.launch import preflight
+
+    loaded: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    problems: dict[str, list[str]] = {}
+    for arm, said in requests.items():
+        try:
+            loaded[arm.name] = arm.load()
+            sizes[arm.name] = preflight.check(arm.load(*(settings or {}).get(arm.name, ()))).world_size
+        except RequestError as error:
+            for line in str(error).splitlines():
+                problems.setdefault(line, []).append(said)
+    if problems:
+        lines = [
+            f"{said}{line}"
+            for line, sayings in problems.items()
+            for said in ([""] if len(sayings) == len(requests) else sayings)
+        ]
+        raise RequestError("\n".join(lines))
+    return loaded, sizes
+
+
+def refuse_decided(command: str, decided: Mapping[str, str], words: Sequence[str]) -> None:
+    """Refuse settings of the command line that a command makes itself.
+
+    Args:
+        command: its name.
+        decided: those settings, and what says them instead.
+        words: `key=value` of the command line.
+
+    Raises:
+        RequestError: naming the first.
+    """
+    given = {word.partition("=")[0].strip() for word in words}
+    for key, instead in decided.items():
+        if key in given:
+            raise RequestError(f"{key} is not for shardkit {command}: {instead}; leave it out")
 
 
 def is_option(word: str) -> bool:

@@ -1,227 +1,212 @@
-"""`shardkit check`: the backends agree with one process, on the user's own model and data.
-
-Every place (a backend and a number of processes) runs the recipe twice, from the same weights, on the first items of
-its data. Once with SGD and a learning rate so large that the new weights are the gradient, without clipping: the
-gradient before clipping, which no backend need show. Once with the recipe's optimizer, accumulating, clipping, with a
-ragged last window: losses, gradient norms, weights and buffers after each step, read from checkpoints.
-"""
+"""`shardkit check`: the backends agree with one process, on the user's own model and data."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from shardkit.compare.apart import Apart, apart, read_state
-from shardkit.compare.arms import ArmRequest
-from shardkit.compare.jobs import Job
-from shardkit.engines.registry import BUILT_IN
-from shardkit.errors import RequestError
-from shardkit.recipe.schema import Batch, Recipe
+from shardkit.checkpoint.source import Source
+from shardkit.compare import finding as findings
+from shardkit.compare.arms import ArmRequest, checked, is_option, on_backend, refuse_decided
+from shardkit.compare.finding import Finding
+from shardkit.compare.jobs import DIFFERENT, FAILED, Job, make_folder, plan, run
+from shardkit.compare.place import AGAIN, RECUT, REFERENCES, WHOLE, Place
+from shardkit.compare.probe import Probe, cut
+from shardkit.compare.seed import seeded, write_seed
+from shardkit.compare.watching import watching
+from shardkit.engines import registry
+from shardkit.errors import RequestError, ShardkitError
+from shardkit.recipe.here import import_from_here
+from shardkit.recipe.load import Loaded, load
 
-REFERENCE = next(name for name, adapter in BUILT_IN.items() if adapter.one_process)
-STEPS = 3
-# Windows: two full ones and a ragged one.
-RATE = 2.0**20
-# The weights are then the gradient times it, to the precision of their dtype.
-# (loss, grad norm, gradient, weights, buffers): largest relative difference that rounding explains, by precision.
-TOLERANCES = {
-    "fp32": {"loss": 1e-5, "grad norm": 1e-4, "gradient": 1e-4, "weights": 5e-3, "buffers": 1e-4},
-    "bf16": {"loss": 2e-2, "grad norm": 5e-2, "gradient": 1e-1, "weights": 5e-1, "buffers": 5e-2},
+DECIDED = {
+    "run_dir": "--output names the folder of all runs",
+    "train.stop_at_step": "a check makes three steps",
+    "launch.nproc_per_node": "--world-sizes says it",
 }
-QUANTITIES: tuple[str, ...] = ("loss", "grad norm", "gradient", "weights", "buffers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A backend and how many processes."""
+class Checked:
+    """What `shardkit check` was asked for."""
 
-    backend: str
-    world_size: int
-    again: bool = False
-    # The reference once more.
-
-    @property
-    def name(self) -> str:
-        return f"{self.backend}-{self.world_size}{'-again' if self.again else ''}"
+    recipe: str
+    overrides: Sequence[str] = ()
+    backends: Sequence[str] = ()
+    world_sizes: Sequence[int] = (1, 2)
+    output: Path | None = None
+    as_json: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """How one place compares with the reference."""
-
-    place: Place
-    error: str = ""
-    # Why it did not run.
-    errors: dict[str, float]
-    # Quantity -> largest relative difference.
-    first: str = ""
-    # What differs first: a quantity, a step and a tensor.
-
-    @property
-    def agrees(self) -> bool:
-        return not self.error and not self.first
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "place": self.place.name, "agrees": self.agrees}
-
-
-def probe_settings(recipe: Recipe, world_size: int, items: int, *, kind: str, clip: float | None) -> list[str]:
-    """Overrides that make a recipe the probe `kind` ("gradient" or "steps") at `world_size`.
+def check(wanted: Checked) -> int:
+    """Prove on the recipe's own model and data that backends agree with one process; the exit code.
 
     Raises:
-        RequestError: a global batch cannot be cut into two micro-batches a process.
+        RequestError: the recipe has problems, or cannot be cut as it must be; nothing was started.
     """
-    batch = recipe.batch
-    count = min(items, 2 * batch.global_batch_size + batch.global_batch_size // 2 + 1)
-    train = {"_target_": "shardkit.data.first.First", "count": count, "dataset": recipe.data.train}
-    settings = [
-        f"data.train={json.dumps(train)}",
-        "data.eval=null",
-        "data.drop_last=false",
-        "evaluation={}",
-        *cut(batch, world_size),
-        "checkpoint={every: 1, keep_last: null}",
-        "metrics.every=1",
-        f"train.stop_at_step={1 if kind == 'gradient' else STEPS}",
+    refuse_decided("check", DECIDED, wanted.overrides)
+    import_from_here()
+    requests = _requests(wanted)
+    whole = requests[WHOLE].load()
+    loaded, _ = checked(
+        {request: f"{place.name}: " for place, request in requests.items()},
+        {request.name: cut(whole.recipe.batch, place) for place, request in requests.items()},
+    )
+    recipe = whole.recipe
+    probe = Probe(recipe=recipe, items=_items(whole))
+    norms = _has_norms(whole)
+    folder = make_folder("check", wanted.output)
+    facts = {"world_sizes": list(wanted.world_sizes), "check": True}
+    plan(folder, list(requests.values()), {name: each.recipe for name, each in loaded.items()}, facts)
+    start = seeded(write_seed(recipe, folder))
+    failures: dict[str, str] = {}
+
+    def ran(kind: str, steps: int, settings: Callable[[Place], list[str]]) -> bool:
+        """Run a probe at every place that has not failed; whether the reference ended well."""
+        jobs = [
+            Job(
+                arm=requests[place],
+                repeat=1,
+                folder=folder / place.name / kind,
+                steps=steps,
+                settings=(*settings(place), *start),
+            )
+            for place in requests
+            if place.name not in failures
+        ]
+        with watching(jobs) as watcher:
+            failures.update({name: error for (name, _), error in run(jobs, watcher).items()})
+        failed = next((failures[place.name] for place in (WHOLE, AGAIN) if place.name in failures), "")
+        if failed:
+            print(f"the reference itself failed: {failed}\nruns and their logs: {folder}", file=sys.stderr)
+        return not failed
+
+    if not ran("gradient", 1, probe.gradient):
+        return FAILED
+    norm = findings.norm_of(folder / WHOLE.name / "gradient")
+    if not ran("steps", probe.steps, lambda place: probe.stepped(place, norm)):
+        return FAILED
+    places = [place for place in requests if place not in REFERENCES]
+    found = _judged(folder, places, failures, whole, probe.steps, norms=norms)
+    (folder / "check.json").write_text(json.dumps(found.report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found.report) if wanted.as_json else found.table)
+    print(f"runs and check.json: {folder}", file=sys.stderr)
+    return found.code
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Judged:
+    report: dict[str, object]
+    table: str
+    code: int
+
+
+def _judged(
+    folder: Path,
+    places: list[Place],
+    failures: dict[str, str],
+    whole: Loaded,
+    steps: int,
+    *,
+    norms: bool,
+) -> _Judged:
+    precision = whole.recipe.train.precision
+    held = findings.reference(folder, _start(folder, whole), precision, steps)
+
+    def judged(place: Place) -> Finding:
+        error = failures.get(place.name, "")
+        return Finding(place=place, error=error, errors={}) if error else findings.compare(place, held)
+
+    again, recut = judged(AGAIN), judged(RECUT)
+    if recut.agrees and held.kind == "fp32":
+        held = replace(held, tolerance=findings.narrowed(held.tolerance, recut))
+    found = [judged(place) for place in places]
+    draws = findings.draws(held)
+    causes = {
+        each.place.name: findings.cause(each, again, recut, norms=norms, draws=draws, precision=precision)
+        for each in found
+        if each.first
+    }
+    report = {
+        "reference": {**again.to_json(), "place": WHOLE.name},
+        "recut": recut.to_json(),
+        "tolerance": held.tolerance,
+        "not_compared": list(held.rounding),
+        "places": [{**each.to_json(), "cause": causes.get(each.place.name)} for each in found],
+    }
+    agree = all(each.agrees for each in found)
+    code = FAILED if any(each.error for each in found) else 0 if agree else DIFFERENT
+    return _Judged(report=report, table=findings.table([again, recut], found, causes, held), code=code)
+
+
+def _requests(wanted: Checked) -> dict[Place, ArmRequest]:
+    """What each place runs, those of the reference first."""
+    backends = list(wanted.backends) or [
+        load(wanted.recipe, wanted.overrides, options_of=registry.options_of).recipe.backend.name
     ]
-    if kind == "gradient":
-        sgd = json.dumps({"_target_": "torch.optim.SGD", "lr": RATE})
-        return [*settings, f"optimizer={sgd}", "parameter_groups=[]", "scheduler=null", "train.max_grad_norm=null"]
-    return settings if clip is None else [*settings, f"train.max_grad_norm={clip:.6g}"]
+    # The reference is one process of plain torch: options of backends are not its.
+    plain = tuple(word for word in wanted.overrides if not is_option(word))
+    words: dict[Place, tuple[str, ...]] = dict.fromkeys(REFERENCES, (*plain, f"backend={WHOLE.backend}"))
+    for backend in backends:
+        for size in wanted.world_sizes:
+            place = Place(backend=backend, world_size=size)
+            # One process of plain torch as asked for is the reference's twin.
+            if place not in words:
+                words[place] = on_backend(wanted.recipe, wanted.overrides, backend)
+    return {
+        place: ArmRequest(name=place.name, recipe=wanted.recipe, overrides=overrides)
+        for place, overrides in words.items()
+    }
 
 
-def cut(batch: Batch, world_size: int) -> tuple[str, ...]:
-    """Overrides that cut the windows of a recipe for a number of processes.
+def _items(loaded: Loaded) -> int:
+    """Items of the training data.
 
     Raises:
-        RequestError: a global batch cannot be cut into two micro-batches a process.
+        RequestError: it cannot be built, or has no length.
     """
-    micro = micro_batch_size(batch.global_batch_size, batch.micro_batch_size, world_size)
-    return f"batch.micro_batch_size={micro}", f"launch.nproc_per_node={world_size}"
+    from shardkit.data.loader import num_items
+    from shardkit.recipe.build import build
+
+    try:
+        return num_items(build(loaded.recipe.data.train))
+    except Exception as error:  # whatever a data set of the user's raises
+        ours = isinstance(error, ShardkitError)
+        said = str(error) if ours else f"cannot be built: {type(error).__name__}: {error}"
+        raise RequestError(f"{loaded.place('data.train')}: data.train: {said}") from error
 
 
-def micro_batch_size(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """The largest micro-batch, no larger than the recipe's, that makes two or more of a window on each process.
+def _has_norms(loaded: Loaded) -> bool:
+    """Whether BatchNorm layers see a micro-batch.
 
     Raises:
-        RequestError: there is none.
+        RequestError: the model cannot be built.
     """
-    for size in range(min(micro_batch_size, global_batch_size // (2 * world_size)), 0, -1):
-        if global_batch_size % (size * world_size) == 0:
-            return size
-    raise RequestError(
-        f"batch.global_batch_size={global_batch_size} cannot be cut into two micro-batches on each of {world_size} "
-        "processes; leave that number out of --world-sizes"
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from shardkit.normalization.batch_norm import BatchNorm
+    from shardkit.subject import bare_model
+
+    whole = ("exact", "frozen")
+    model = bare_model(loaded, world_size=1, accumulation=2).model
+    return any(
+        isinstance(m, _BatchNorm) and not (isinstance(m, BatchNorm) and m.mode in whole) for m in model.modules()
     )
 
 
-def make_job(arm: ArmRequest, place: Place, folder: Path, kind: str, more: Sequence[str]) -> Job:
-    return Job(
-        arm=arm,
-        repeat=1,
-        folder=folder / place.name / kind,
-        steps=1 if kind == "gradient" else STEPS,
-        settings=tuple(more),
-    )
+def _start(folder: Path, loaded: Loaded) -> Source | None:
+    """The weights that all places began with; None where they cannot be known."""
+    from shardkit.checkpoint.weights import open_weights
+
+    recipe = loaded.recipe
+    seeds = sorted(folder.glob("seed-*.safetensors"))
+    if seeds:
+        return open_weights(str(seeds[0]))
+    whole = not recipe.load.include and not recipe.load.exclude
+    return open_weights(recipe.init_from) if recipe.init_from and whole else None
 
 
-def compare_place(folder: Path, place: Place, reference: Place, start: Any, precision: str) -> Finding:
-    """How the runs of a place compare with those of the reference, which both ended well."""
-    own, other = folder / place.name, folder / reference.name
-    tolerance = TOLERANCES["fp32" if precision == "fp32" else "bf16"]
-    errors: dict[str, float] = dict.fromkeys(QUANTITIES, 0.0)
-    first = ""
-
-    def see(quantity: str, error: float, where: str) -> None:
-        nonlocal first
-        errors[quantity] = max(errors[quantity], error)
-        if error > tolerance[quantity] and not first:
-            first = f"{quantity} {where}: off by {error:.1e}, and {tolerance[quantity]:.0e} is explained by rounding"
-
-    def see_tensors(quantity: str, found: Iterable[Apart], where: str) -> None:
-        for each in found:
-            see(quantity, each.error, f"{where} of {each.name}")
-
-    # In the order in which a fault shows: the loss, its gradient, the norm of it, the update.
-    mine, its = _curves(own / "steps"), _curves(other / "steps")
-    see("loss", _relative(mine[1][0], its[1][0]), "at step 1")
-    gradient = apart(read_state(own / "gradient", 1), read_state(other / "gradient", 1), start, "parameter")
-    see_tensors("gradient", gradient, "before clipping, at step 1,")
-    for step in range(1, STEPS + 1):
-        see("loss", _relative(mine[step][0], its[step][0]), f"at step {step}")
-        see("grad norm", _relative(mine[step][1], its[step][1]), f"at step {step}")
-        arm, whole = read_state(own / "steps", step), read_state(other / "steps", step)
-        see_tensors("weights", apart(arm, whole, start, "parameter"), f"after step {step}")
-        see_tensors("buffers", apart(arm, whole, None, "buffer"), f"after step {step}")
-    return Finding(place=place, errors=errors, first=first)
-
-
-def norm_of(folder: Path) -> float:
-    """The gradient norm of the first step of the run in `folder`."""
-    return _curves(folder)[1][1]
-
-
-def _curves(folder: Path) -> dict[int, tuple[float, float]]:
-    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"}
-
-
-def _relative(a: float | None, b: float | None) -> float:
-    if a is None or b is None:
-        return 0.0 if a is b else float("inf")
-    return abs(a - b) / max(abs(b), 1e-30)
-
-
-def cause(finding: Finding, *, noisy: bool, norms: bool, dropout: bool, precision: str) -> str:
-    """The likeliest reason for a difference, by a list of rules.
-
-    Args:
-        finding: of a place that does not agree.
-        noisy: the reference differs from itself when it is run again.
-        norms: the model has BatchNorm layers whose statistics are of a rank's micro-batch.
-        dropout: the model draws random numbers in training.
-        precision: of the recipe.
-    """
-    if noisy:
-        return (
-            "the reference differs from itself when run again: something in the model or the data is not deterministic"
-        )
-    if dropout:
-        return "dropout: ranks and micro-batches draw other masks than one process does; compare with dropout off"
-    if norms:
-        return (
-            "BatchNorm statistics: each micro-batch of each rank is normalised by its own; normalization.policy=exact "
-            "is the large batch"
-        )
-    if finding.first.startswith("loss at step 1"):
-        return "the forward: the ranks see other items, or the loss is divided otherwise; look at the data and the loss"
-    if finding.first.startswith("gradient"):
-        return "the backward: a parameter that the backend reduces or scales otherwise, or an output it does not follow"
-    if finding.first.startswith("weights"):
-        return "the update: an optimizer whose update of a parameter needs the whole tensor, or another weight decay"
-    if precision != "fp32":
-        return f"precision {precision}: rounding of a reduced precision; check with train.precision=fp32"
-    return "unknown: gradients agree and later steps do not; look for state in the model that no checkpoint holds"
-
-
-def table(reference: Finding, findings: Sequence[Finding], causes: dict[str, str]) -> str:
-    """What was found, for a terminal of 100 columns."""
-    width = max(len(each.place.name) for each in [reference, *findings])
-    lines = [f"{'':{width}}  " + "".join(f"{quantity:>11}" for quantity in QUANTITIES)]
-    for each in [reference, *findings]:
-        if each.error:
-            lines.append(f"{each.place.name:{width}}  failed: {each.error.splitlines()[0]}")
-            continue
-        verdict = "agrees" if each.agrees else "DIFFERS"
-        lines.append(
-            f"{each.place.name:{width}}  "
-            + "".join(f"{each.errors[quantity]:>11.1e}" for quantity in QUANTITIES)
-            + f"  {verdict}"
-        )
-    for each in findings:
-        if each.first:
-            lines += [f"{each.place.name}: {each.first}", f"  probably {causes[each.place.name]}"]
-    return "\n".join(lines)
+__all__ = ["Checked", "check"]

@@ -16,6 +16,8 @@ from shardkit.jobs import launched, metrics_lines, status
 from shardkit.recipe.schema import Recipe
 
 PLAN = "comparison.json"
+FAILED, DIFFERENT = 1, 5
+# Exit codes: a job did not run to its end; not all are equal.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +53,13 @@ class Watcher(Protocol):
     def ended(self, job: Job, seconds: float, error: str) -> None: ...
 
 
-def make_folder(path: Path) -> Path:
-    """The folder at `path`, made where it is not there.
+def make_folder(command: str, output: Path | None) -> Path:
+    """The folder of a command's runs, made where it is not there: `output`, or one named by the time.
 
     Raises:
-        RequestError: it cannot be.
+        RequestError: it cannot be made.
     """
+    path = output or Path("runs") / command / time.strftime("%Y%m%d-%H%M%S")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

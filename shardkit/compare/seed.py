@@ -39,3 +39,8 @@ def write_seed(recipe: Recipe, folder: Path) -> Path | None:
         write_whole(LocalStorage(folder), part, tensors)
         (folder / part).replace(path)
     return path
+
+
+def seeded(path: Path | None) -> tuple[str, ...]:
+    """Overrides of a run that begins with these weights, in the dtype that it trains in."""
+    return () if path is None else (f"init_from={path}", "load.strict=false", "load.cast=true")

@@ -79,8 +79,10 @@ def recommendation(found: Mapping[str, Verdict]) -> str:
     fastest = max(equal, key=_rate)
     near = [verdict for verdict in equal if not _clearly_slower(verdict, fastest)]
     if len(near) == 1:
-        why = f"It is the fastest of the {len(equal)} equivalent arms: {_of_rate(fastest)}."
-        return f"Pick {fastest.arm}. {why}" if len(equal) > 1 else f"Pick {fastest.arm}. It is the only equivalent arm."
+        if len(equal) == 1:
+            only = "No other arm is known to be equivalent" if fastest.is_reference else "It is the only equivalent arm"
+            return f"Pick {fastest.arm}. {only}."
+        return f"Pick {fastest.arm}. It is the fastest of the {len(equal)} equivalent arms: {_of_rate(fastest)}."
     least = min((v.costs.memory.deciding for v in near if v.costs.memory.deciding), default=None)
     # Arms stand in the order of the request, the simplest first by custom.
     light = [v for v in near if least is None or (v.costs.memory.deciding or least) <= least * (1 + MEMORY_COUNTS)]

@@ -11,6 +11,7 @@ from shardkit.engines import registry
 from shardkit.engines.api import Traits
 from shardkit.engines.checks import check_backend
 from shardkit.engines.meaning import Meaning, Situation, meaning_of
+from shardkit.engines.start import check_parameters
 from shardkit.engines.swapped import with_backend
 from shardkit.errors import Problem, RecipeError, RequestError
 from shardkit.explain.explanation import Explanation
@@ -70,6 +71,9 @@ def explain_one(loaded: Loaded, world_size: int | None = None) -> Explanation:
         refusals += check_backend(sound, device, ranks)
         options = make_options(sound, adapter.Options)
         subject = look(loaded, world_size=ranks, accumulation=accumulation)
+        traits = adapter.describe(options)
+        if traits.shards:
+            check_parameters(subject.model)
     except RecipeError:
         raise
     except RequestError as error:
@@ -86,7 +90,7 @@ def explain_one(loaded: Loaded, world_size: int | None = None) -> Explanation:
         )
         meaning = meaning_of(adapter, options, situation)
         translated = dict(meaning.translated)
-        sections = _sections(loaded, adapter.describe(options), meaning, situation, subject)
+        sections = _sections(loaded, traits, meaning, situation, subject)
     return Explanation(
         backend=recipe.backend.name,
         adapter=recipe.backend.adapter,
@@ -160,7 +164,7 @@ def _sections(
         "communication": _traffic(added(meaning.traffic or {}, own)) if known else None,
         "communication_least": _traffic(added(meaning.least or {}, own)) if known else None,
         "communication_notes": list(meaning.notes),
-        "scheduler": schedule(recipe),
+        "scheduler": schedule(recipe, [weight.name for weight in situation.anatomy.trainable]),
         "normalization": _norms(subject),
         "recomputed": list(subject.recomputed),
         "checkpoint": _checkpoint(situation, subject),

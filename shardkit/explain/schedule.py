@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from shardkit.checkpoint.training import Position
 from shardkit.data.loader import num_items
 from shardkit.data.order import GlobalOrder
 from shardkit.loop import total_steps
+from shardkit.optimizer import grouped
 from shardkit.recipe.build import build, build_scheduler
 from shardkit.recipe.schema import Recipe
 
@@ -34,17 +36,29 @@ def steps_of(recipe: Recipe) -> int | None:
     return total_steps(recipe.train, order, Position())
 
 
-def schedule(recipe: Recipe) -> dict[str, Any]:
-    """The scheduler, its steps, and the learning rates (of the first group) that the first and the last step use."""
+def schedule(recipe: Recipe, names: Sequence[str]) -> dict[str, Any]:
+    """The scheduler, its steps, and the learning rates (of the first group) that the first and the last step use.
+
+    Args:
+        recipe: the recipe.
+        names: of the parameters that are trained.
+
+    Raises:
+        RequestError: a parameter group gets none of them.
+    """
     steps = steps_of(recipe)
-    optimizer = build(recipe.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    parameters = [(name, torch.nn.Parameter(torch.zeros(1))) for name in names]
+    optimizer = build(recipe.optimizer, grouped(parameters, recipe.parameter_groups))
     first = last = float(optimizer.param_groups[0].get("lr", 0.0))
-    said: dict[str, Any] = {"class": "none", "steps_per_optimizer_step": 0, "steps": steps}
+    said: dict[str, Any] = {"class": "none", "steps_per_optimizer_step": 0, "steps": steps, "fails": None}
     if recipe.scheduler is not None:
         scheduler = build_scheduler(recipe.scheduler, optimizer)
         first = float(optimizer.param_groups[0]["lr"])
-        last = _last(optimizer, scheduler, steps)
         said |= {"class": str(recipe.scheduler["_target_"]).rpartition(".")[2], "steps_per_optimizer_step": 1}
+        try:
+            last = _last(optimizer, scheduler, steps)
+        except Exception as error:  # as one whose own number of steps is less
+            last, said["fails"] = None, f"{type(error).__name__}: {error}"
     return {**said, "first_lr": first, "last_lr": last}
 
 

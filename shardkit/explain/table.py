@@ -114,6 +114,8 @@ def _rest(shown: Sequence[Explanation]) -> list[tuple[str, list[str]]]:
 def _scheduler(said: dict[str, Any]) -> str:
     steps = "an unknown number of" if said["steps"] is None else said["steps"]
     rate = "lr not known" if said["last_lr"] is None else f"lr {said['first_lr']:.4g} to {said['last_lr']:.4g}"
+    if said["fails"]:
+        rate = f"of which it cannot make all ({said['fails']})"
     return f"{said['class']}, {said['steps_per_optimizer_step']} an optimizer step; {steps} steps, {rate}"
 
 

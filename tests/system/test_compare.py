@@ -107,6 +107,90 @@ def test_backends_are_equivalent_under_exact_and_the_arm_that_is_not_is_named(tm
     assert len(page) < 5_000_000 and 'src="http' not in page
 
 
+FAULTY = """
+import torch
+from torch import nn
+from shardkit.engines.whole import clipped_step
+from tests.third_party.engines import ManualEngine
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        # The gradient of a bias before BatchNorm is 0 but for rounding, of which AdamW makes whole steps.
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, rows):
+        return self.layers(rows)
+
+class Drawing(Net):
+    def forward(self, rows):
+        return super().forward(rows * (1 + 0.1 * torch.rand_like(rows)))
+
+class Counting(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, rows):
+        self.forwards += 1
+        return super().forward(rows)
+
+class NoClip(ManualEngine):
+    def step(self):
+        for _, parameter in self.named:
+            parameter.grad = self.reduced(parameter.grad)
+        return clipped_step(self.optimizer, [p for _, p in self.named], None)
+
+class NoDecay(ManualEngine):
+    def step(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        return super().step()
+
+class Slow(ManualEngine):
+    def step(self):
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+        found = super().step()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 2
+        return found
+"""
+
+
+@pytest.mark.slow
+def test_check_finds_faults_in_the_update_and_not_in_gradients_that_are_rounding(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    (project / "faulty.py").write_text(FAULTY)
+    words = ["toy.yaml", "model={_target_: faulty.Net}", "normalization.policy=exact", "--world-sizes", "2"]
+    words += ["optimizer={_target_: torch.optim.AdamW, lr: 0.01}", "scheduler=null", "train.max_grad_norm=1000"]
+    backends = ["ddp", "faulty:NoClip", "faulty:NoDecay", "faulty:Slow"]
+    done = shardkit("check", *words, "--backends", ",".join(backends), "--output", "out", cwd=project)
+    assert done.returncode == 5, done.stdout + done.stderr
+    report = json.loads((project / "out" / "check.json").read_text())
+    right, *wrong = report["places"]
+    assert right["agrees"] and report["not_compared"] == ["layers.0.bias"]
+    assert [each["agrees"] for each in wrong] == [False] * 3
+    clip, decay, slow = wrong
+    assert clip["first"].startswith("weights after step") and clip["cause"].startswith("the update: clipping")
+    assert decay["first"].startswith("weights after step 1") and decay["cause"].startswith(
+        "the update: clipping, weight"
+    )
+    assert "off by 5.0e-01" in slow["first"] and slow["cause"].startswith("the update, as gradient norms agree")
+    # What ranks draw, and what one process alone does otherwise when it cuts windows otherwise, is no backend's fault.
+    words[1] = "model={_target_: faulty.Drawing}"
+    done = shardkit("check", *words, "train.max_steps=2", "--backends", "ddp", "--output", "drawn", cwd=project)
+    assert done.returncode == 5, done.stdout + done.stderr
+    (drawn,) = json.loads((project / "drawn" / "check.json").read_text())["places"]
+    assert drawn["cause"].startswith("random numbers that training draws, as dropout does")
+    words[1] = "model={_target_: faulty.Counting}"
+    done = shardkit("check", *words, "--backends", "ddp", "--output", "counted", cwd=project)
+    assert done.returncode == 5, done.stdout + done.stderr
+    (counted,) = json.loads((project / "counted" / "check.json").read_text())["places"]
+    assert counted["first"].startswith("buffers after step 1 of forwards")
+    assert counted["cause"].startswith("the model sees how a window is cut, as a statistic of a batch or a count of")
+
+
 @pytest.mark.slow
 def test_check_proves_the_backends_on_a_recipe_and_finds_a_fault(tmp_path: Path) -> None:
     recipe = ["recipes/digits-resnet.yaml", "model.width=4"]

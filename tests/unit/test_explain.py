@@ -254,3 +254,33 @@ def test_the_command_prints_the_table_or_json(tmp_path: Path) -> None:
     wrong = run("--backends", "ddp,zero4")
     assert wrong.exit_code == 2 and "zero4" in wrong.output
     assert list(tmp_path.iterdir()) == []
+
+
+class Temperature(nn.Linear):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def test_a_parameter_that_cannot_be_cut_is_refused_where_parameters_are_cut() -> None:
+    loaded = recipe("model={_target_: tests.unit.test_explain.Temperature}")
+    cut, whole = explain(loaded, ["fsdp2", "ddp"], 2)
+    refused = [fate for fate in cut.settings if "temperature has no dimension" in str(fate)]
+    assert len(refused) == 1 and not cut.sections
+    assert whole.sections and "temperature has no dimension" not in str(whole.settings)
+
+
+def test_the_learning_rate_is_that_of_the_first_group() -> None:
+    groups = 'parameter_groups=[{match: "*.weight", options: {lr: 0.5}}, {match: "*", options: {lr: 0.25}}]'
+    said = one(groups, "scheduler=null").to_json()["scheduler"]
+    assert (said["first_lr"], said["last_lr"]) == (0.5, 0.5)
+
+
+def test_a_schedule_that_ends_before_the_run_does_is_told() -> None:
+    short = "scheduler={_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.1, total_steps: 5}"
+    found = one(short, "train.max_steps=10")
+    said = found.to_json()["scheduler"]
+    assert said["last_lr"] is None and said["fails"].startswith("ValueError: Tried to step")
+    assert "of which it cannot make all (ValueError" in " ".join(table([found]).split())

@@ -56,7 +56,7 @@ def test_words_that_cannot_be_split_are_told() -> None:
 def test_a_comparison_is_not_gone_on_with_when_its_recipe_was_edited(project: Path) -> None:
     def begin() -> None:
         arm = ArmRequest(name="one", recipe="recipe.yaml", overrides=())
-        plan(make_folder(project / "out"), [arm], {"one": arm.load().recipe}, {"repeats": 2})
+        plan(make_folder("compare", project / "out"), [arm], {"one": arm.load().recipe}, {"repeats": 2})
 
     begin()
     begin()
