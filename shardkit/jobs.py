@@ -29,7 +29,9 @@ def launched(recipe: str, words: Sequence[str], folder: Path, look: Callable[[],
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     output = folder.parent / f"{folder.name}.log"
-    with output.open("w", encoding="utf-8") as log:
+    # What is there is kept: a launch before may be gone on with.
+    with output.open("a", encoding="utf-8") as log:
+        before = log.tell()
         started = subprocess.Popen(
             [sys.executable, "-m", "shardkit.launch", recipe, *words, f"run_dir={folder}"],
             stdin=subprocess.DEVNULL,
@@ -53,7 +55,7 @@ def launched(recipe: str, words: Sequence[str], folder: Path, look: Callable[[],
         look()
     if code in (0, STOPPED) and status(folder) == "completed":
         return ""
-    lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = output.read_bytes()[before:].decode(errors="replace").strip().splitlines()
     said = next((line for line in reversed(lines) if line.startswith("shardkit:") and "logs of" not in line), "")
     ended = metrics_lines(folder)[-1:]
     return (ended[0].get("error") if ended else None) or said or (lines[-1] if lines else f"exit code {code}")

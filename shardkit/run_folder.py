@@ -190,6 +190,23 @@ def choose(name: str, run_dir: str | None, *, resume: str = "never", place: str 
     return folder
 
 
+def is_held(path: Path) -> bool:
+    """Whether a launch holds the folder's lock on this machine."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _replace(path: Path, text: str) -> None:
     """Write a file over another so that one of the two is there at any moment."""
     part = path.with_name(path.name + ".part")

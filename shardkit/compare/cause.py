@@ -41,6 +41,11 @@ def _has_batch_norm(reference: dict[str, str], arm: dict[str, str]) -> bool:
     return by_micro_batch and (shows_batch_norm or not explained)
 
 
+def _substitutes(reference: dict[str, str], arm: dict[str, str]) -> bool:
+    """Whether one of the two puts layers of another kind in the place of BatchNorm."""
+    return any(known.get("normalization.policy") in {"group", "layer", "instance"} for known in (reference, arm))
+
+
 def _drops_out(reference: dict[str, str], arm: dict[str, str]) -> bool:
     return any(
         _positive(value)
@@ -59,7 +64,9 @@ def _positive(text: str) -> bool:
 
 # What changes the maths whatever the model, before what changes it for some models only.
 RULES = (
-    Rule(cause="another data order", keys=r"^data\.train\.|^data\.(shuffle|drop_last|collate)$"),
+    Rule(cause="other initial weights", keys=r"^init_from$|^load\.|^checkpoint\.resume$"),
+    Rule(cause="other data", keys=r"^data\.train(\.|$)"),
+    Rule(cause="another data order", keys=r"^data\.(shuffle|drop_last|collate)$"),
     Rule(cause="another seed: other initial weights or another data order", keys=r"^seed$"),
     Rule(cause="another model", keys=r"^model\.(?!.*drop)"),
     Rule(cause="another loss", keys=r"^loss(\.|$)"),
@@ -78,6 +85,12 @@ RULES = (
     Rule(cause="parameter groups", keys=r"^parameter_groups"),
     Rule(cause="frozen layers", keys=r"frozen|freeze|requires_grad|explain: .*trainable"),
     Rule(
+        cause="other norm layers",
+        keys=r"^normalization\.(policy|num_groups)$",
+        applies=_substitutes,
+        certain=False,
+    ),
+    Rule(
         cause="BatchNorm statistics by rank and micro-batch",
         keys=r"^normalization\.|^batch\.micro_batch_size$|^world size$|nproc_per_node|explain: .*norm",
         applies=_has_batch_norm,
@@ -92,6 +105,10 @@ RULES = (
         applies=_drops_out,
         certain=False,
     ),
+)
+# Settings that order sums otherwise, and may do no more.
+_ORDERS = (
+    r"^backend|^world size$|^batch\.micro_batch_size$|nproc_per_node|^activation_checkpointing|^normalization\.exact"
 )
 # What a curve that differs says of the causes.
 _BY_CURVE = {
@@ -108,6 +125,11 @@ def changes_maths(reference: Arm, arm: Arm) -> bool:
     return any(re.search(rule.keys, key) for rule in RULES if rule.certain for key in keys)
 
 
+def orders_alike(reference: Arm, arm: Arm) -> bool:
+    """Whether both add numbers up in the same order: one backend with its options, as many ranks, the same cut."""
+    return not any(re.search(_ORDERS, each.key) for each in differences(reference, arm))
+
+
 def cause(reference: Arm, arm: Arm, curve: str | None = None) -> str:
     """The probable causes with the settings that speak for them, or that no setting differs.
 
@@ -116,7 +138,8 @@ def cause(reference: Arm, arm: Arm, curve: str | None = None) -> str:
     """
     settings = differences(reference, arm)
     if not settings:
-        return NOTHING
+        code = _code(reference, arm)
+        return f"no setting differs, but other code: {', '.join(code)}" if code else NOTHING
     ranked = probable(settings, facts(reference), facts(arm))
     if curve in _BY_CURVE:
         # The curve names the kind of setting; the sort keeps the order of the others.
@@ -127,6 +150,21 @@ def cause(reference: Arm, arm: Arm, curve: str | None = None) -> str:
             "`shardkit check` names the first tensor"
         )
     return "; or ".join(f"{name} ({', '.join(_told(setting) for setting in why[:3])})" for name, why in ranked[:3])
+
+
+def _code(reference: Arm, arm: Arm) -> list[str]:
+    """Versions that are not the same: the commit that was run, and libraries."""
+    ours, theirs = (
+        next(
+            (
+                {"git_commit": run.environment.get("git_commit"), **(run.environment.get("packages") or {})}
+                for run in each.runs
+            ),
+            {},
+        )
+        for each in (reference, arm)
+    )
+    return [f"{key} {ours[key]} -> {theirs[key]}" for key in ours if key in theirs and ours[key] != theirs[key]]
 
 
 def probable(

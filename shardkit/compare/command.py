@@ -6,18 +6,26 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardkit.compare.arms import ArmRequest, arms_of, checked, refuse_decided
 from shardkit.compare.jobs import DIFFERENT, FAILED, Job, in_turn, make_folder, plan, run
 from shardkit.compare.results import Arm, Comparison, Run, read_arm, read_run
 from shardkit.compare.seed import seeded, write_seed
 from shardkit.compare.watching import watching
-from shardkit.errors import RequestError
+from shardkit.engines import registry
+from shardkit.errors import RequestError, ShardkitError
 from shardkit.recipe.here import import_from_here
+from shardkit.recipe.load import load
 
 AGAIN = "again"
 # Folder of the reference's further run, which shows how far it is from itself.
-DECIDED = {"run_dir": "--output names the folder of all runs", "train.stop_at_step": "--steps says it"}
+DECIDED = {
+    "run_dir": "--output names the folder of all runs",
+    "train.stop_at_step": "--steps says it",
+    "metrics.every": "every step is compared",
+    "metrics.profile": "memory and communication are always measured",
+}
 # Settings that the command makes itself, and what says them.
 
 
@@ -59,15 +67,19 @@ def compare(wanted: Wanted) -> int:
 
     def job(arm: ArmRequest, repeat: int, name: str | None = None) -> Job:
         recipe = loaded[arm.name].recipe
-        total = recipe.train.max_steps or wanted.steps or 0
-        early = wanted.steps is not None and (recipe.train.max_steps is None or wanted.steps < recipe.train.max_steps)
+        total = explanations[arm.name].get("scheduler", {}).get("steps") or wanted.steps or 0
+        own = min(total, recipe.train.stop_at_step or total)
+        early = wanted.steps is not None and (not total or wanted.steps < total)
+        kept = recipe.checkpoint.folder
         return Job(
             arm=arm,
             repeat=repeat,
             folder=folder / arm.name / (name or f"repeat-{repeat}"),
-            steps=min(total, wanted.steps or total),
+            steps=wanted.steps if early and wanted.steps else own,
             settings=(
                 *([f"train.stop_at_step={wanted.steps}"] if early else []),
+                # Runs of all arms have the same names.
+                *([f"checkpoint.folder={kept.rstrip('/')}/{folder.name}/{arm.name}"] if kept else []),
                 *starts[arm.name],
                 "metrics.every=1",
                 "metrics.profile=true",
@@ -77,8 +89,12 @@ def compare(wanted: Wanted) -> int:
     jobs = list(in_turn(requests, wanted.repeats, job))
     if wanted.repeats == 1:
         jobs.append(job(requests[0], 1, AGAIN))
-    with watching(jobs) as watcher:
-        failures = run(jobs, watcher)
+    try:
+        with watching(jobs) as watcher:
+            run(jobs, watcher)
+    except KeyboardInterrupt:
+        print(f"stopped; the same command with --output {folder} goes on", file=sys.stderr)
+        raise
     noise = [_ended(job) for job in jobs if job.folder.name == AGAIN]
     arms = [
         replace(
@@ -89,7 +105,7 @@ def compare(wanted: Wanted) -> int:
         )
         for index, arm in enumerate(requests)
     ]
-    return _report(arms, noise or None, wanted.steps, folder, failed=bool(failures))
+    return _report(arms, noise or None, wanted.steps, folder)
 
 
 def compare_runs(folders: Sequence[str], output: Path | None) -> int:
@@ -109,13 +125,25 @@ def compare_runs(folders: Sequence[str], output: Path | None) -> int:
     if doubled:
         raise RequestError(f"{doubled[0]!r} is named twice; name each run once")
     names = _names(paths)
-    arms = [read_arm(name, [path]) for name, path in zip(names, paths, strict=True)]
+    import_from_here()
+    arms = [read_arm(name, [path], explanation=_explained(path)) for name, path in zip(names, paths, strict=True)]
     arms = [replace(arm, runs=[_whole(run) for run in arm.runs]) for arm in arms]
-    failed = any(run.status == "failed" for arm in arms for run in arm.runs)
-    return _report(arms, None, None, make_folder("compare", output), failed=failed)
+    return _report(arms, None, None, make_folder("compare", output))
 
 
-def _report(arms: list[Arm], noise: list[Run] | None, steps: int | None, folder: Path, *, failed: bool) -> int:
+def _explained(path: Path) -> dict[str, Any] | None:
+    """What the recipe of a run comes to; None where it cannot be known, as without the code that it names."""
+    from shardkit.explain.explain import explain_one
+
+    world_size = read_run(path).environment.get("world_size")
+    try:
+        return explain_one(load(str(path / "recipe.yaml"), [], options_of=registry.options_of), world_size).to_json()
+    except (ShardkitError, OSError) as error:
+        print(f"{path}: what its recipe comes to is not known: {error}", file=sys.stderr)
+        return None
+
+
+def _report(arms: list[Arm], noise: list[Run] | None, steps: int | None, folder: Path) -> int:
     from shardkit.compare.report import can_draw, render, table
     from shardkit.compare.verdict import are_equal, verdicts
 
@@ -126,7 +154,7 @@ def _report(arms: list[Arm], noise: list[Run] | None, steps: int | None, folder:
     print(f"report: {', '.join(str(path) for path in written)}", file=sys.stderr)
     if not can_draw():
         print("report.html needs the extra reports: pip install 'shardkit[reports]'", file=sys.stderr)
-    if failed:
+    if any(run.status != "completed" for arm in arms for run in arm.runs):
         return FAILED
     return 0 if are_equal(judged) else DIFFERENT
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shardkit.compare.cause import changes_maths
+from shardkit.compare.cause import changes_maths, orders_alike
 from shardkit.compare.results import Arm, Comparison, Run
-from shardkit.compare.tolerance import Tolerance, coarsest
+from shardkit.compare.tolerance import Tolerance, finest
 
 EVALUATION = "eval_loss"
 CURVES = {"loss": "loss", "grad_norm": "gradient norm", EVALUATION: "evaluation loss"}
@@ -92,14 +92,21 @@ def equivalence(comparison: Comparison, arm: Arm) -> Equivalence:
     refused = _unusable(reference) or _unusable(arm)
     if refused:
         return Equivalence(verdict="inconclusive", sentence=refused)
-    suspected = arm is not reference and changes_maths(reference, arm)
+    narrow = arm is not reference and changes_maths(reference, arm) and orders_alike(reference, arm)
     precisions = [_precision(reference), _precision(arm)]
-    tolerance = comparison.tolerance or coarsest(precisions, narrow=suspected)
+    tolerance = comparison.tolerance or finest(precisions, narrow=narrow)
     floor = noise_floor(comparison)
     pairs = zip(itertools.cycle(reference.completed), arm.completed, strict=False)
     if arm is reference:
         return _itself(comparison, tolerance, floor)
     found = [compare_runs(run, other, tolerance=tolerance, floor=floor, limit=comparison.steps) for run, other in pairs]
+    if not any(run.evals for run in (*reference.completed, *arm.completed)) and _wants_evaluations(arm):
+        found = [
+            _with(each, sentence=f"{each.sentence} Evaluations were not compared: none was made.")
+            if each.verdict == "equivalent"
+            else each
+            for each in found
+        ]
     worst = max(found, key=_badness)
     unlike = [each for each in found if each.verdict != worst.verdict]
     if worst.verdict == "different" and unlike:
@@ -297,6 +304,10 @@ def _not_evaluated(reference: Run, run: Run, curves: Sequence[Curve]) -> str:
     else:
         return ""
     return f"Evaluations were not compared: {why}."
+
+
+def _wants_evaluations(arm: Arm) -> bool:
+    return (arm.recipe.get("data") or {}).get("eval") is not None
 
 
 def _largest(curve: Curve, last: int) -> float:

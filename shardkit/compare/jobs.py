@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from shardkit.compare.arms import ArmRequest
 from shardkit.errors import RequestError
-from shardkit.jobs import launched, metrics_lines, status
+from shardkit.jobs import POLL, launched, metrics_lines, status
 from shardkit.recipe.schema import Recipe
+from shardkit.run_folder import is_held
 
 PLAN = "comparison.json"
 FAILED, DIFFERENT = 1, 5
@@ -122,7 +123,8 @@ def in_turn(arms: list[ArmRequest], repeats: int, make: Callable[[ArmRequest, in
 def run(jobs: list[Job], watcher: Watcher) -> dict[tuple[str, int], str]:
     """Run those that have not ended well; (arm, repeat) -> how it failed, of those that did.
 
-    A job that fails does not keep the others from running. A Ctrl-C reaches the job too, and ends both.
+    A job that fails does not keep the others from running. A Ctrl-C reaches the job too, and ends both. One that is
+    still at work, as after a kill of the command alone, is waited for.
     """
     failures: dict[tuple[str, int], str] = {}
     for number, job in enumerate(jobs, 1):
@@ -130,6 +132,12 @@ def run(jobs: list[Job], watcher: Watcher) -> dict[tuple[str, int], str]:
             continue
         watcher.begins(job, number, len(jobs))
         begun = time.monotonic()
+        while is_held(job.folder):
+            watcher.reached(job, job.step)
+            time.sleep(POLL)
+        if job.status == "completed":
+            watcher.ended(job, time.monotonic() - begun, "")
+            continue
         error = launched(
             job.arm.recipe,
             [*job.arm.overrides, *job.settings],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.compare.results import read_recipe, read_run
+from shardkit.run_folder import is_held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ def _listed(folder: Path) -> Listed:
     backend = read_recipe(folder / "recipe.yaml").get("backend")
     status = run.status
     if status == "missing":
-        status = "running" if _is_held(folder) else "cut off"
+        status = "running" if is_held(folder) else "cut off"
     return Listed(
         folder=str(folder),
         status=status,
@@ -77,17 +76,3 @@ def _listed(folder: Path) -> Listed:
 def _changed(folder: Path) -> float:
     metrics = folder / "metrics.jsonl"
     return (metrics if metrics.exists() else folder).stat().st_mtime
-
-
-def _is_held(folder: Path) -> bool:
-    """Whether a launch holds the folder's lock on this machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 from shardkit.compare.results import Arm
 
 # Where a run writes, what it keeps and shows: never why two curves differ.
-UNTOLD = ("run_dir", "name", "metrics", "checkpoint.folder", "launch.timeout_seconds", "init_from")
+UNTOLD = ("run_dir", "name", "metrics", "checkpoint.folder", "launch.timeout_seconds")
+# The weights that a comparison has made for all its arms: as if each had made them itself.
+SEED = re.compile(r"(^|/)seed-[0-9a-f]{12}\.safetensors$")
+UNSEEDED = {"init_from": None, "load.strict": True, "load.cast": False}
 # What an explanation says of the recipe again, or what has a table of its own.
 FOLLOWING = ("communication", "recomputed", "settings", "backend", "adapter", "world_size")
 ABSENT = "-"
@@ -43,6 +47,8 @@ def differences(reference: Arm, arm: Arm) -> list[Setting]:
 def facts(arm: Arm) -> dict[str, str]:
     """Every setting of an arm by its dotted key, as text."""
     recipe = {key: value for key, value in _leaves(arm.recipe, "") if not key.startswith(UNTOLD)}
+    if SEED.search(str(recipe.get("init_from"))):
+        recipe |= UNSEEDED
     # `auto` is what the run made of it.
     worlds = {run.environment["world_size"] for run in arm.runs if run.environment.get("world_size")}
     if worlds:

@@ -15,7 +15,7 @@ from shardkit.compare.tables import verdict_table, without_empty_columns
 from shardkit.compare.verdict import Verdict, recommendation, verdicts
 
 WIDTH = 100
-NOTE = "speed: items/s as part of the reference's, ~ no difference shown. MiB/step: sent by a rank."
+NOTE = "speed: items/s as part of the reference's, ~ no difference shown. MiB/step: in collectives."
 
 
 def table(comparison: Comparison, found: Mapping[str, Verdict] | None = None) -> str:

@@ -79,6 +79,8 @@ def recommendation(found: Mapping[str, Verdict]) -> str:
     fastest = max(equal, key=_rate)
     near = [verdict for verdict in equal if not _clearly_slower(verdict, fastest)]
     if len(near) == 1:
+        if len(equal) < sum(verdict.outcome == "equivalent" for verdict in found.values()):
+            return f"Pick {fastest.arm}. Of the equivalent arms it is the only one whose speed is known."
         if len(equal) == 1:
             only = "No other arm is known to be equivalent" if fastest.is_reference else "It is the only equivalent arm"
             return f"Pick {fastest.arm}. {only}."

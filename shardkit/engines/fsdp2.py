@@ -147,7 +147,7 @@ def fsdp2_meaning(situation: Situation, options: Fsdp2Options | AccelerateFsdp2O
         reduce=short(situation.stored) if situation.world_size > 1 else NONE,
         masters=f"{short(situation.stored)} shards, the parameters themselves",
         averages="fully_shard, in the reduce-scatter",
-        least=fully_shard_least(situation),
+        least=fully_shard_least(situation, options, replicas=getattr(options, "replicas", 1)),
         notes=tuple(notes),
         translated={
             "train.precision": "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32) and autocast"

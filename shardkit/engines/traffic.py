@@ -113,17 +113,25 @@ def zero_least(situation: Situation, options: DeepSpeedOptions) -> Traffic:
     }
 
 
-def fully_shard_least(situation: Situation) -> Traffic:
-    """What freeing parameters after the forward needs without padding: 2 psi a micro-step, and psi a window."""
-    if situation.world_size == 1:
-        return {}
-    item = situation.computed.itemsize
-    gradients = sum(weight.numel for weight in situation.anatomy.trainable)
-    parameters = sum(weight.numel for weight in situation.anatomy.weights)
-    return {
-        "all_gather": Volume(None, 2 * parameters * item * situation.accumulation),
-        "reduce_scatter": Volume(None, gradients * (4 if situation.precision == "bf16-mixed" else item)),
-    }
+def fully_shard_least(
+    situation: Situation, options: Fsdp2Options | AccelerateFsdp2Options, *, replicas: int = 1
+) -> Traffic:
+    """What such sharding needs without padding and norms: 2 psi a micro-step of what is freed after the forward, psi of
+    what is not, and reduce-scatter of psi a window; over replicas all-reduce of what a rank has left of it.
+    """
+    shards = situation.world_size // replicas
+    item = 4 if situation.precision == "bf16-mixed" else situation.stored.itemsize
+    gradients = sum(weight.numel for weight in situation.anatomy.trainable) * item
+    gathered = 0
+    for weights, kept, dtype in _units(situation):
+        times = 1 if kept or not options.reshard_after_forward else 2
+        gathered += sum(weight.numel for weight in weights) * dtype.itemsize * times * situation.accumulation
+    least: dict[str, Volume] = {}
+    if shards > 1:
+        least |= {"all_gather": Volume(None, gathered), "reduce_scatter": Volume(None, gradients)}
+    if replicas > 1:
+        least["all_reduce"] = Volume(None, gradients // shards)
+    return least
 
 
 def _units(situation: Situation) -> Iterable[tuple[list[Weight], bool, torch.dtype]]:

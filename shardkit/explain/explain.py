@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
 from shardkit.communication import Traffic, added
 from shardkit.engines import registry
 from shardkit.engines.api import Traits
@@ -172,9 +175,16 @@ def _sections(
             "parameters": sum(weight.numel for weight in situation.anatomy.weights),
             "trainable": sum(weight.numel for weight in situation.anatomy.trainable),
             "units": len(situation.anatomy.units),
+            "dropout": _drops_out(subject.model),
             "built_on": subject.built_on,
         },
     }
+
+
+def _drops_out(model: nn.Module) -> bool:
+    """Whether a layer of torch's draws masks; what a forward draws by itself is not seen."""
+    rates = [m.p if isinstance(m, _DropoutNd) else getattr(m, "dropout", 0.0) for m in model.modules()]
+    return any(isinstance(rate, float | int) and rate > 0 for rate in rates)
 
 
 def _traffic(traffic: Traffic) -> dict[str, dict[str, int | None]]:

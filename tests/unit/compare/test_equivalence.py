@@ -247,3 +247,80 @@ def test_a_difference_just_above_the_bound_is_shown_to_be_more() -> None:
     bound = 2e-6 * 10**3.5
     found = judged(make_arm("other", [evaluated(make_run(), 1.0 * (1 + 1.002 * bound))]), reference=reference)
     assert "differs by 6.3372e-03" in found.equivalence.sentence and "explains 6.3246e-03" in found.equivalence.sentence
+
+
+def test_where_backends_differ_too_rounding_may_be_what_an_inert_setting_is_blamed_for() -> None:
+    # As zero3 beside ddp on digits-resnet: an activation flips at step 25, and clipping never acts.
+    reference = make_arm("reference", [make_run()], BATCH_NORM)
+    run = changed(make_run(), 25, grad_norm=1 + 5.5e-4)
+    inert = {"train__max_grad_norm": 1000.0}
+    elsewhere = make_arm("zero3", [run], backend__name="zero3", **inert)
+    assert judged(elsewhere, reference=reference).outcome == "equivalent"
+    # On the same backend nothing else can have done it.
+    here = judged(make_arm("here", [run], **inert), reference=reference)
+    assert here.outcome == "different" and here.cause and here.cause.startswith("clipping of gradients")
+
+
+@pytest.mark.parametrize("setting", [{"optimizer__weight_decay": 0.1}, {"train__max_grad_norm": 2.0}])
+def test_a_fault_under_bf16_is_no_rounding_on_the_same_backend(setting: dict[str, Any]) -> None:
+    mixed = {"train__precision": "bf16-mixed"}
+    reference = make_arm("reference", [make_run()], BATCH_NORM, **mixed)
+    # The loss of chars-gpt without weight decay is 5.4e-4 from that with it after 30 steps.
+    arm = make_arm("other", [changed(make_run(), 12, loss=1 + 2e-4)], **mixed, **setting)
+    found = judged(arm, reference=reference)
+    assert found.outcome == "different" and found.equivalence.step == 12
+    # Another backend rounds otherwise.
+    arm = make_arm("other", arm.runs, **mixed, **setting, backend__name="zero3")
+    assert judged(arm, reference=reference).outcome == "equivalent"
+
+
+def test_another_precision_is_held_to_the_finer_one() -> None:
+    reference = make_arm("reference", [make_run()], BATCH_NORM)
+    arm = make_arm("other", [changed(make_run(), 1, loss=1 + 2e-5)], train__precision="bf16-mixed")
+    found = judged(arm, reference=reference)
+    assert (found.outcome, found.equivalence.dtype, found.equivalence.step) == ("different", "fp32", 1)
+    assert found.cause and found.cause.startswith("precision")
+
+
+def test_initial_weights_are_named_and_those_that_a_comparison_makes_are_not() -> None:
+    seed = {"init_from": "out/seed-0123456789ab.safetensors", "load": {"strict": False, "cast": True}}
+    own = {"init_from": "other.safetensors", "load": {"strict": True, "cast": False}}
+    reference = make_arm("reference", [make_run()], BATCH_NORM, **seed)
+    found = judged(make_arm("other", [changed(make_run(), 1, loss=1.5)], **own), reference=reference)
+    assert found.cause == "other initial weights (init_from: null -> other.safetensors)"
+    elsewhere = make_arm("other", [make_run()], **{**seed, "init_from": "there/seed-ba9876543210.safetensors"})
+    assert judged(elsewhere, reference=reference).settings == ()
+
+
+def test_other_code_is_named_where_no_setting_differs() -> None:
+    def run(commit: str) -> Run:
+        return replace(make_run(), environment={"git_commit": commit, "packages": {"torch": "2.13.0"}})
+
+    reference = make_arm("reference", [run("aaaa")], BATCH_NORM)
+    arm = make_arm("other", [changed(run("bbbb"), 1, loss=1.5)])
+    assert judged(arm, reference=reference).cause == "no setting differs, but other code: git_commit aaaa -> bbbb"
+    same = make_arm("other", [changed(run("aaaa"), 1, loss=1.5)])
+    assert str(judged(same, reference=reference).cause).startswith("no setting differs: non-determinism")
+
+
+def test_that_no_evaluation_was_made_is_said_where_the_recipe_has_data_for_it() -> None:
+    reference = make_arm("reference", [make_run()], BATCH_NORM)
+    arm = make_arm("other", [make_run()], data__eval={"_target_": "data.Eval"})
+    assert judged(arm, reference=reference).equivalence.sentence.endswith(
+        " Evaluations were not compared: none was made."
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "cause"),
+    [
+        ({"data__train__split": "eval"}, "other data"),
+        ({"data__shuffle": False}, "another data order"),
+        ({"normalization__policy": "group"}, "other norm layers"),
+        ({"normalization__policy": "exact"}, "BatchNorm statistics by rank and micro-batch"),
+    ],
+)
+def test_what_is_other_is_called_so(setting: dict[str, Any], cause: str) -> None:
+    reference = make_arm("reference", [make_run()], BATCH_NORM)
+    found = judged(make_arm("other", [changed(make_run(), 1, loss=1.5)], BATCH_NORM, **setting), reference=reference)
+    assert found.cause and found.cause.startswith(cause)
