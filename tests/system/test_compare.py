@@ -126,15 +126,6 @@ class Drawing(Net):
     def forward(self, rows):
         return super().forward(rows * (1 + 0.1 * torch.rand_like(rows)))
 
-class Counting(Net):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("forwards", torch.zeros(()))
-
-    def forward(self, rows):
-        self.forwards += 1
-        return super().forward(rows)
-
 class NoClip(ManualEngine):
     def step(self):
         for _, parameter in self.named:
@@ -164,53 +155,43 @@ def test_check_finds_faults_in_the_update_and_not_in_gradients_that_are_rounding
     (project / "faulty.py").write_text(FAULTY)
     words = ["toy.yaml", "model={_target_: faulty.Net}", "normalization.policy=exact", "--world-sizes", "2"]
     words += ["optimizer={_target_: torch.optim.AdamW, lr: 0.01}", "scheduler=null", "train.max_grad_norm=1000"]
-    backends = ["ddp", "faulty:NoClip", "faulty:NoDecay", "faulty:Slow"]
+    summing = "tests.third_party.engines:SummingEngine"
+    backends = ["ddp", "faulty:NoClip", "faulty:NoDecay", "faulty:Slow", summing]
     done = shardkit("check", *words, "--backends", ",".join(backends), "--output", "out", cwd=project)
     assert done.returncode == 5, done.stdout + done.stderr
     report = json.loads((project / "out" / "check.json").read_text())
     right, *wrong = report["places"]
     assert right["agrees"] and report["not_compared"] == ["layers.0.bias"]
-    assert [each["agrees"] for each in wrong] == [False] * 3
-    clip, decay, slow = wrong
+    assert [each["agrees"] for each in wrong] == [False] * 4
+    clip, decay, slow, sums = wrong
     assert clip["first"].startswith("weights after step") and clip["cause"].startswith("the update: clipping")
     assert decay["first"].startswith("weights after step 1") and decay["cause"].startswith(
         "the update: clipping, weight"
     )
+    assert sums["first"].startswith("gradient before clipping, at step 1, of layers.0.weight: off by 1.0e+00")
+    assert sums["cause"].startswith("the backward")
     assert "off by 5.0e-01" in slow["first"] and slow["cause"].startswith("the update, as gradient norms agree")
-    # What ranks draw, and what one process alone does otherwise when it cuts windows otherwise, is no backend's fault.
+    # What ranks draw otherwise is no backend's fault.
     words[1] = "model={_target_: faulty.Drawing}"
     done = shardkit("check", *words, "train.max_steps=2", "--backends", "ddp", "--output", "drawn", cwd=project)
     assert done.returncode == 5, done.stdout + done.stderr
     (drawn,) = json.loads((project / "drawn" / "check.json").read_text())["places"]
     assert drawn["cause"].startswith("random numbers that training draws, as dropout does")
-    words[1] = "model={_target_: faulty.Counting}"
-    done = shardkit("check", *words, "--backends", "ddp", "--output", "counted", cwd=project)
-    assert done.returncode == 5, done.stdout + done.stderr
-    (counted,) = json.loads((project / "counted" / "check.json").read_text())["places"]
-    assert counted["first"].startswith("buffers after step 1 of forwards")
-    assert counted["cause"].startswith("the model sees how a window is cut, as a statistic of a batch or a count of")
 
 
 @pytest.mark.slow
-def test_check_proves_the_backends_on_a_recipe_and_finds_a_fault(tmp_path: Path) -> None:
+def test_check_proves_the_backends_on_a_recipe(tmp_path: Path) -> None:
     recipe = ["recipes/digits-resnet.yaml", "model.width=4"]
     same = shardkit(
-        *("check", *recipe, "normalization.policy=exact", "--backends", "fsdp2,zero3", "--world-sizes", "1,2"),
+        *("check", *recipe, "normalization.policy=exact", "--backends", "fsdp2,zero3", "--world-sizes", "2"),
         *("--output", str(tmp_path / "same")),
     )
     assert same.returncode == 0, same.stdout + same.stderr
     found = json.loads((tmp_path / "same" / "check.json").read_text())["places"]
-    assert len(found) == 4 and all(each["agrees"] for each in found)
-    assert all(each["errors"]["weights"] > 0 for each in found if each["place"] in ("fsdp2-2", "zero3-2"))
+    assert [each["place"] for each in found] == ["fsdp2-2", "zero3-2"]
+    assert all(each["agrees"] and each["errors"]["weights"] > 0 for each in found)
     other = shardkit("check", *recipe, "--backends", "ddp", "--world-sizes", "2", "--output", str(tmp_path / "keep"))
     assert other.returncode == 5, other.stderr
     # One process and two cut a window into the same micro-batches: only the running statistics see who had which.
     assert "ddp-2: buffers after step 1 of stem.1.running_mean" in other.stdout
     assert "probably BatchNorm statistics" in other.stdout
-    summing = "tests.third_party.engines:SummingEngine"
-    faulty = shardkit(
-        *("check", *recipe, "normalization.policy=exact", "--backends", summing, "--world-sizes", "2"),
-        *("--output", str(tmp_path / "summing")),
-    )
-    assert faulty.returncode == 5, faulty.stdout + faulty.stderr
-    assert "gradient before clipping, at step 1, of stem.0.weight: off by 1.0e+00" in faulty.stdout
