@@ -194,7 +194,7 @@ def is_held(path: Path) -> bool:
     """Whether a launch holds the folder's lock on this machine."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
+    except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -79,7 +79,7 @@ def compare(wanted: Wanted) -> int:
             settings=(
                 *([f"train.stop_at_step={wanted.steps}"] if early else []),
                 # Runs of all arms have the same names.
-                *([f"checkpoint.folder={kept.rstrip('/')}/{folder.name}/{arm.name}"] if kept else []),
+                *([f"checkpoint.folder={kept.rstrip('/')}/{folder.resolve().name}/{arm.name}"] if kept else []),
                 *starts[arm.name],
                 "metrics.every=1",
                 "metrics.profile=true",
