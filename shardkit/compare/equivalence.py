@@ -100,18 +100,13 @@ def equivalence(comparison: Comparison, arm: Arm) -> Equivalence:
     if arm is reference:
         return _itself(comparison, tolerance, floor)
     found = [compare_runs(run, other, tolerance=tolerance, floor=floor, limit=comparison.steps) for run, other in pairs]
-    if not any(run.evals for run in (*reference.completed, *arm.completed)) and _wants_evaluations(arm):
-        found = [
-            _with(each, sentence=f"{each.sentence} Evaluations were not compared: none was made.")
-            if each.verdict == "equivalent"
-            else each
-            for each in found
-        ]
+    more = _unsaid(reference, arm)
+    found = [_with(e, sentence=e.sentence + more) if e.verdict == "equivalent" else e for e in found]
     worst = max(found, key=_badness)
     unlike = [each for each in found if each.verdict != worst.verdict]
     if worst.verdict == "different" and unlike:
-        more = f" {len(unlike)} of {len(found)} repeats do not show it: this arm is not deterministic."
-        return _with(worst, sentence=worst.sentence + more)
+        doubt = f" {len(unlike)} of {len(found)} repeats do not show it: this arm is not deterministic."
+        return _with(worst, sentence=worst.sentence + doubt)
     return _with(worst, bit_equal=all(each.bit_equal for each in found))
 
 
@@ -306,8 +301,16 @@ def _not_evaluated(reference: Run, run: Run, curves: Sequence[Curve]) -> str:
     return f"Evaluations were not compared: {why}."
 
 
-def _wants_evaluations(arm: Arm) -> bool:
-    return (arm.recipe.get("data") or {}).get("eval") is not None
+def _unsaid(reference: Arm, arm: Arm) -> str:
+    """What the curves of equivalent runs cannot say: steps that only one made, and that nothing was evaluated."""
+    said = ""
+    last, own = (max((line["step"] for line in each.completed[0].train), default=0) for each in (reference, arm))
+    if last != own:
+        said += f" It made {own} steps, and the reference {last}."
+    evaluated = any(run.evals for run in (*reference.completed, *arm.completed))
+    if not evaluated and (arm.recipe.get("data") or {}).get("eval") is not None:
+        said += " Evaluations were not compared: none was made."
+    return said
 
 
 def _largest(curve: Curve, last: int) -> float:

@@ -324,3 +324,10 @@ def test_what_is_other_is_called_so(setting: dict[str, Any], cause: str) -> None
     reference = make_arm("reference", [make_run()], BATCH_NORM)
     found = judged(make_arm("other", [changed(make_run(), 1, loss=1.5)], BATCH_NORM, **setting), reference=reference)
     assert found.cause and found.cause.startswith(cause)
+
+
+def test_steps_that_only_one_of_the_two_made_are_told() -> None:
+    reference = make_arm("reference", [make_run()], BATCH_NORM)
+    found = judged(make_arm("other", [make_run(steps=8)], train__max_steps=8), reference=reference)
+    assert found.equivalence.sentence.endswith(" It made 8 steps, and the reference 30.")
+    assert "It made" not in judged(make_arm("other", [make_run()]), reference=reference).equivalence.sentence
