@@ -6,6 +6,7 @@ This is the only module that reads the rank environment.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -117,6 +118,10 @@ def join(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[World
 
     The group is left when the block ends normally. After an error it is not: a collective teardown would wait for
     ranks that may never come, and the launcher ends them anyway.
+
+    The block takes some 50 ms to end, so that the process may end right after it: gloo's threads need the
+    GIL to let go of the tensors of their last collective, and one that asks for it while Python is already shutting
+    down is unwound through C++ and aborts the rank ("terminate called without an active exception"; torch 2.13).
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = resolve_device(device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -133,3 +138,5 @@ def join(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[World
     yield World.current(device)
     if dist.is_initialized():
         dist.destroy_process_group()
+        for _ in range(10):
+            time.sleep(0.005)  # each time the GIL is free, even where the threads together have little of a CPU

@@ -116,8 +116,7 @@ def _shown(record: logging.LogRecord) -> bool:
 def leave(code: int) -> NoReturn:
     """End this process after its exit functions, without tearing the interpreter and C++ down.
 
-    torch 2.13's threads now and then outlive what they use there, and a rank that has finished its work aborts
-    ("terminate called without an active exception", seen in 1 of 20 runs).
+    A thread of gloo that asks for the GIL there aborts a rank that has finished its work (see `shardkit.world.join`).
     """
     atexit._run_exitfuncs()  # what sys.exit would call first
     sys.stdout.flush()
