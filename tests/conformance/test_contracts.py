@@ -6,19 +6,27 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conformance.cases import Case
 from tests.conformance.conftest import backend_named
 
-# Measured over all backends at 1, 2, 3 and 4 ranks: losses and norms 6e-7 relative, weights 4.1e-6 in the case with
-# gradients of 40 and 1.2e-7 in the others.
+# Measured over all backends at 1, 2, 3 and 4 ranks: losses and norms 6e-7 relative.
 RELATIVE = 2e-6
+# Weights and moments, of the larger of 1 and the tensor's largest element. Measured: 1.7e-6 in the case with gradients
+# of 40, whose weights reach 5 (in absolute terms 4.1e-6 to 5.1e-6, by CPU); 1.2e-7, moments 2.4e-7, in the others.
+STATE = 3e-6
 # bf16: what one process of autocast and FSDP2's bf16 parameters differ by, measured 1.5e-3 (loss), 9e-3 (norm).
 BF16_RELATIVE = 2e-2
 
 
 def numbers(case: Case) -> float:
     return RELATIVE if case.precision == "fp32" else BF16_RELATIVE
+
+
+def deviation(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, of the larger of 1 and the largest element."""
+    return ((got - want).abs().max() / want.abs().max().clamp(min=1)).item()
 
 
 def comparable(case: Case) -> bool:
@@ -55,7 +63,7 @@ def test_weights_are_those_of_one_process(runs: Any, one_process: Any, backend: 
         got = whole["parameter", name, None]
         assert got.shape == value.shape, name
         if case.precision == "fp32":
-            assert (got - value).abs().max().item() <= 5e-6, name
+            assert deviation(got, value) <= STATE, name
 
 
 def test_optimizer_state_is_that_of_one_process(
@@ -68,7 +76,7 @@ def test_optimizer_state_is_that_of_one_process(
         got = whole["optimizer", name, key]
         assert got.shape == value.shape, (name, key)
         if case.precision == "fp32":
-            assert (got - value).abs().max().item() <= 5e-6, (name, key)
+            assert deviation(got, value) <= STATE, (name, key)
 
 
 def test_masters_and_optimizer_state_are_fp32(runs: Any, backend: str, world: int, case: Case) -> None:

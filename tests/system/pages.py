@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -65,6 +66,14 @@ def open_page(browser: Any, page: Path, *, width: int, height: int = 900, dark: 
             return
         time.sleep(0.1)
     pytest.fail(f"the figures were not drawn in 30 s: {browser.get_log('browser')}")
+
+
+def asked(browser: Any) -> list[str]:
+    """What was fetched since a page was opened; not by the browser's own first page, which may still be loading."""
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    requests = [each["params"] for each in events if each["method"] == "Network.requestWillBeSent"]
+    own = ("chrome:", "chrome-untrusted:")
+    return [each["request"]["url"] for each in requests if not each["documentURL"].startswith(own)]
 
 
 def resize(browser: Any, width: int, height: int) -> None:

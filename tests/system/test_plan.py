@@ -13,7 +13,7 @@ import pytest
 from shardkit.engines import registry
 from shardkit.recipe.load import load
 from tests.system.launches import environment, make_project
-from tests.system.pages import keep_screenshot, open_page
+from tests.system.pages import asked, keep_screenshot, open_page
 
 # The command itself: unlike `python -c` and `-m` it does not import from the working directory by itself.
 SHARDKIT = [str(Path(sys.executable).with_name("shardkit"))]
@@ -111,9 +111,7 @@ def test_the_page_is_drawn_and_fetches_nothing(
     path = folder / "out" / "plan.html"
     open_page(browser, path, width=1280)
     assert browser.get_log("browser") == []
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [each["params"]["request"]["url"] for each in events if each["method"] == "Network.requestWillBeSent"]
-    assert {url.split(":")[0] for url in asked} <= {"file", "data"}
+    assert {url.split(":")[0] for url in asked(browser)} <= {"file", "data"}
     for ranks in (1, 2):
         marks = browser.execute_script(
             "return [...document.querySelectorAll(arguments[0])]"

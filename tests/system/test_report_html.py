@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from shardkit.compare.report import render
 from tests.comparisons import whole_comparison
-from tests.system.pages import keep_screenshot, open_page
+from tests.system.pages import asked, keep_screenshot, open_page
 
 PLOTS = {
     "loss": "path", "loss-difference": "path", "grad-norm": "path", "grad-norm-difference": "path",
@@ -68,11 +67,9 @@ def test_each_figure_has_marks_and_the_verdicts_are_there(browser: Any, report: 
 def test_nothing_is_fetched_and_no_error_is_logged(browser: Any, report: Path) -> None:
     open_page(browser, report, width=1280)
     assert browser.get_log("browser") == []
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [each["params"]["request"]["url"] for each in events if each["method"] == "Network.requestWillBeSent"]
-    assert asked
-    assert {url.split(":")[0] for url in asked} <= {"file", "data"}
-    assert [url for url in asked if url.startswith("file:")] == [report.as_uri()]
+    urls = asked(browser)
+    assert {url.split(":")[0] for url in urls} <= {"file", "data"}
+    assert [url for url in urls if url.startswith("file:")] == [report.as_uri()]
 
 
 def test_the_file_is_small_enough_to_send(report: Path) -> None:
